@@ -1,0 +1,1 @@
+"""From other people's checkpoints to ours, and from either into a model on its devices."""

@@ -1,0 +1,139 @@
+"""The model configuration that every decoder is built from, read from a Hugging Face config.json.
+
+A family (models/llama.py, ...) turns its own config.json into a ModelConfig; the pieces that families share, such as
+the two spellings of the rotary fields, are read here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    theta: base of the frequencies. kind: how they are rescaled beyond the trained length; `factor` is the rescaling,
+    `original_max_position` the trained length (tokens), and the low/high frequency factors belong to "llama3".
+    """
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shapes and constants of a decoder-only transformer; logical sizes, before any padding for tensor parallelism."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    dtype: str = "float32"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"config: {name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"config: num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"config: head_dim is {self.head_dim}; rotary embeddings need an even number")
+
+    @property
+    def max_session_len(self) -> int | None:
+        """Longest sequence (tokens) the positions allow; None where dynamic rope scaling sets no limit."""
+        return None if self.rope.kind == "dynamic" else self.max_position_embeddings
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of a checkpoint under our own names: its logical shape and what it is.
+
+    kind "linear" is a matrix [K, N] that may be stored in INT4; "embed" [vocab, hidden], "head" [hidden, vocab],
+    "norm" and "bias" vectors stay in floating point.
+    """
+
+    shape: tuple[int, ...]
+    kind: Literal["linear", "embed", "head", "norm", "bias"]
+
+
+def require(raw: Mapping[str, Any], key: str) -> Any:
+    """raw[key]; raises ValueError naming the key where it is absent or null."""
+    if raw.get(key) is None:
+        raise ValueError(f"config.json has no {key!r}")
+    return raw[key]
+
+
+def read_dtype(raw: Mapping[str, Any]) -> str:
+    """The parameters' dtype, from either spelling ("dtype" of transformers 5, "torch_dtype" of 4); float32 if absent."""
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"config.json: dtype is {name!r}; it must be float32, float16 or bfloat16")
+    return name
+
+
+def read_token_ids(value: Any) -> tuple[int, ...]:
+    """A token id field that may be null, a number or a list of numbers."""
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, list | tuple) else (int(value),)
+
+
+def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
+    """The rotary fields, from either spelling ("rope_parameters" of transformers 5; "rope_theta" and "rope_scaling").
+
+    Raises ValueError for an unknown kind, for "type" and "rope_type" that disagree, and for missing fields.
+    """
+    scaling = dict(raw.get("rope_scaling") or {})
+    scaling |= {k: v for k, v in (raw.get("rope_parameters") or {}).items() if v is not None}
+    kinds = {scaling[k] for k in ("type", "rope_type") if scaling.get(k) is not None}
+    if len(kinds) > 1:
+        raise ValueError(f"config.json: rope scaling names two kinds, {sorted(kinds)}")
+    kind = kinds.pop() if kinds else "default"
+    if kind not in ("default", "linear", "dynamic", "llama3"):
+        raise ValueError(f"config.json: rope scaling {kind!r} is not supported; known: default, linear, dynamic, llama3")
+    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    max_position = int(require(raw, "max_position_embeddings"))
+    if kind == "default":
+        return RopeConfig(theta=theta, original_max_position=max_position)
+
+    def number(key: str) -> float:
+        value = scaling.get(key)
+        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise ValueError(f"config.json: rope scaling {kind!r} needs a positive {key!r}, got {value!r}")
+        return float(value)
+
+    rope = RopeConfig(theta=theta, kind=kind, factor=number("factor"), original_max_position=max_position)
+    if kind == "dynamic" and scaling.get("original_max_position_embeddings"):
+        return dataclasses.replace(rope, original_max_position=int(number("original_max_position_embeddings")))
+    if kind == "llama3":
+        return dataclasses.replace(
+            rope,
+            original_max_position=int(number("original_max_position_embeddings")),
+            low_freq_factor=number("low_freq_factor"),
+            high_freq_factor=number("high_freq_factor"),
+        )
+    return rope

@@ -1,0 +1,103 @@
+"""The parts that every decoder shares: Linear (float or INT4), RMSNorm, Embedding, and the vocabulary head.
+
+They run inside one `shard_map` over the mesh, so arrays are the local shard's and collectives are written out. A
+parameter's logical axes stand beside its shape; sharding/mesh.py says what each axis means on the mesh.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallasite.kernels.int4_matmul import int4_matmul
+from pallasite.sharding.mesh import TP
+
+Axes = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4Layout:
+    """How a Linear's INT4 weight stands in memory: packed int32 [K/8, N], scale and offset float32 [K/group_size, N]."""
+
+    group_size: int
+
+
+def parameter(shape: tuple[int, ...], dtype: jnp.dtype, axes: Axes) -> nnx.Param:
+    """A parameter with its logical axes. Models are built under `nnx.eval_shape`, so nothing is allocated here."""
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
+
+
+class Linear(nnx.Module):
+    """y = x @ w + b, with w [K, N] in floating point or INT4.
+
+    `axes` are w's logical axes. Where the first is cut over the mesh (row parallel) the partial products are summed
+    over it, and the bias is added once, after the sum.
+    """
+
+    def __init__(self, k: int, n: int, axes: Axes, dtype: jnp.dtype, *, bias: bool, int4: Int4Layout | None, reduce: bool):
+        if int4 is None:
+            self.weight = parameter((k, n), dtype, axes)
+        else:
+            self.packed = parameter((k // 8, n), jnp.dtype(jnp.int32), axes)
+            self.scale = parameter((k // int4.group_size, n), jnp.dtype(jnp.float32), axes)
+            self.offset = parameter((k // int4.group_size, n), jnp.dtype(jnp.float32), axes)
+        if bias:
+            self.bias = parameter((n,), dtype, axes[1:])
+        self.has_bias = bias
+        self.quantized = int4 is not None
+        self.reduce = reduce
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, K local] -> [T, N local] in x's dtype."""
+        if self.quantized:
+            y = int4_matmul(x, self.packed[...], self.scale[...], self.offset[...])
+        else:
+            y = jnp.dot(x, self.weight[...], preferred_element_type=jnp.float32).astype(x.dtype)
+        if self.reduce:
+            y = jax.lax.psum(y, TP)
+        return y + self.bias[...] if self.has_bias else y
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm (Zhang and Sennrich 2019), computed in float32."""
+
+    def __init__(self, dim: int, eps: float, dtype: jnp.dtype):
+        self.weight = parameter((dim,), dtype, ("embed",))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, dim] -> the same shape and dtype."""
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return normed.astype(x.dtype) * self.weight[...]
+
+
+class Embedding(nnx.Module):
+    """Token embedding [vocab, dim], its rows cut over the mesh; also the head's matrix where the two are tied."""
+
+    def __init__(self, vocab: int, dim: int, dtype: jnp.dtype):
+        self.weight = parameter((vocab, dim), dtype, ("vocab", "embed"))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """tokens int32 [T] -> [T, dim]: every shard looks up the rows that it holds, and the sum is the embedding."""
+        weight = self.weight[...]
+        local = tokens - jax.lax.axis_index(TP) * weight.shape[0]
+        held = (local >= 0) & (local < weight.shape[0])
+        rows = weight[jnp.where(held, local, 0)]
+        return jax.lax.psum(jnp.where(held[:, None], rows, 0), TP)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """x [T, dim] times the transposed embedding: float32 [T, vocab local]."""
+        return jnp.einsum("td,vd->tv", x, self.weight[...], preferred_element_type=jnp.float32)
+
+
+class Head(nnx.Module):
+    """The untied vocabulary head [dim, vocab], its columns cut over the mesh."""
+
+    def __init__(self, dim: int, vocab: int, dtype: jnp.dtype):
+        self.weight = parameter((dim, vocab), dtype, ("embed", "vocab"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, dim] -> float32 [T, vocab local]."""
+        return jnp.dot(x, self.weight[...], preferred_element_type=jnp.float32)

@@ -1,0 +1,87 @@
+"""The Llama family (Llama 1 to 3.x and what copies its layout): config reader, checkpoint tensors, key table.
+
+The decoder itself is models/decoder.py. Field meanings follow transformers' LlamaConfig.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pallasite.models.config import ModelConfig, TensorSpec, read_dtype, read_rope, read_token_ids, require
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+
+HF_KEYS = {
+    "model.embed_tokens.weight": "embed.weight",
+    "model.layers.{i}.input_layernorm.weight": "layers.{i}.attn_norm.weight",
+    "model.layers.{i}.self_attn.q_proj.{leaf}": "layers.{i}.attn.q.{leaf}",
+    "model.layers.{i}.self_attn.k_proj.{leaf}": "layers.{i}.attn.k.{leaf}",
+    "model.layers.{i}.self_attn.v_proj.{leaf}": "layers.{i}.attn.v.{leaf}",
+    "model.layers.{i}.self_attn.o_proj.{leaf}": "layers.{i}.attn.o.{leaf}",
+    "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.mlp_norm.weight",
+    "model.layers.{i}.mlp.gate_proj.{leaf}": "layers.{i}.mlp.gate.{leaf}",
+    "model.layers.{i}.mlp.up_proj.{leaf}": "layers.{i}.mlp.up.{leaf}",
+    "model.layers.{i}.mlp.down_proj.{leaf}": "layers.{i}.mlp.down.{leaf}",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+}
+"""Hugging Face tensor name -> ours; {i} is a layer number, {leaf} "weight" or "bias". HF stores every linear as
+[N, K]; ours are [K, N]."""
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig from a LlamaForCausalLM config.json. Raises ValueError naming the field that is missing or wrong."""
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"config.json: hidden_act is {activation!r}; only 'silu' is supported for Llama")
+    heads = int(require(raw, "num_attention_heads"))
+    hidden = int(require(raw, "hidden_size"))
+    attention_bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        architecture=ARCHITECTURES[0],
+        vocab_size=int(require(raw, "vocab_size")),
+        hidden_size=hidden,
+        intermediate_size=int(require(raw, "intermediate_size")),
+        num_layers=int(require(raw, "num_hidden_layers")),
+        num_heads=heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or hidden // heads),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=read_rope(raw),
+        max_position_embeddings=int(require(raw, "max_position_embeddings")),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        dtype=read_dtype(raw),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=read_token_ids(raw.get("eos_token_id")),
+    )
+
+
+def tensor_specs(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor that a checkpoint of this configuration holds, by our name. Linears are [K, N] (input, output)."""
+    c = config
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    specs = {
+        "embed.weight": TensorSpec((c.vocab_size, c.hidden_size), "embed"),
+        "norm.weight": TensorSpec((c.hidden_size,), "norm"),
+    }
+    if not c.tie_word_embeddings:
+        specs["head.weight"] = TensorSpec((c.hidden_size, c.vocab_size), "head")
+    linears = {
+        "attn.q": (c.hidden_size, q, c.qkv_bias),
+        "attn.k": (c.hidden_size, kv, c.qkv_bias),
+        "attn.v": (c.hidden_size, kv, c.qkv_bias),
+        "attn.o": (q, c.hidden_size, c.out_bias),
+        "mlp.gate": (c.hidden_size, c.intermediate_size, c.mlp_bias),
+        "mlp.up": (c.hidden_size, c.intermediate_size, c.mlp_bias),
+        "mlp.down": (c.intermediate_size, c.hidden_size, c.mlp_bias),
+    }
+    for i in range(c.num_layers):
+        for norm in ("attn_norm", "mlp_norm"):
+            specs[f"layers.{i}.{norm}.weight"] = TensorSpec((c.hidden_size,), "norm")
+        for name, (k, n, bias) in linears.items():
+            specs[f"layers.{i}.{name}.weight"] = TensorSpec((k, n), "linear")
+            if bias:
+                specs[f"layers.{i}.{name}.bias"] = TensorSpec((n,), "bias")
+    return specs

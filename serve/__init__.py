@@ -1,0 +1,1 @@
+"""Who is served when: requests, pages, scheduler, step programs, engine, notebook pipeline, gRPC service."""

@@ -1,0 +1,66 @@
+"""From EngineConfig, the model and the device's free memory to the sizes that an engine is built for."""
+
+import logging
+import os
+
+from pallasite.models.model import Model
+from pallasite.serve.config import BLOCK, EngineConfig
+from pallasite.serve.programs import Sizes
+
+log = logging.getLogger(__name__)
+
+CPU_POOL_BYTES = 1 << 30
+"""The default pool on CPU is at most this large."""
+MAX_STEPS = 8
+"""Most decode steps in a launch; how many are run is decided launch by launch."""
+
+
+def free_bytes(model: Model) -> int:
+    """Free memory of the device with the least, in bytes; on CPU the host's available memory, shared by its devices."""
+    devices = list(model.mesh.devices.flat)
+    if devices[0].platform == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    stats = [device.memory_stats() for device in devices]
+    return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
+
+
+def resolve_sizes(model: Model, config: EngineConfig) -> Sizes:
+    """Sizes of all buffers and programs. Raises ValueError where they can't be had, naming value and limit.
+
+    A session_len that the pool can't hold is refused if it was asked for, and cut (with a warning) if it is the
+    model's own: so a request that is admitted always fits when it is alone.
+    """
+    on_cpu = next(iter(model.mesh.devices.flat)).platform == "cpu"
+    slots = config.max_batch_size or (16 if on_cpu else 128)
+    page = config.cache_block_seq_len
+    limit = model.max_session_len
+    session = config.session_len or limit or model.rope_limit or 2048
+    if limit is not None and session > limit:
+        raise ValueError(
+            f"session_len is {session}; the model's positions end at {limit} (only dynamic rope scaling goes beyond)"
+        )
+    if isinstance(config.cache_max_entry_count, int):
+        pages = config.cache_max_entry_count
+    else:
+        budget = config.cache_max_entry_count * free_bytes(model) * model.mesh.devices.size
+        if on_cpu:
+            budget = min(budget, CPU_POOL_BYTES)
+        pages = int(budget) // model.cache.page_bytes(page)
+        if on_cpu:
+            # Twice what a full batch can hold is room enough for prefixes; small models need not zero a whole GiB.
+            pages = min(pages, 2 * slots * -(-session // page) + 1)
+    # One page is scratch. The last token of a session is never written.
+    longest = (pages - 1) * page
+    if longest < 2:
+        raise ValueError(f"the KV pool has {pages} pages of {page} tokens; at least 2 are needed, one of them for scratch")
+    if session > longest:
+        if config.session_len is not None:
+            raise ValueError(
+                f"session_len is {session}, but the KV pool holds {longest} tokens "
+                f"({pages} pages of {page}, one of them scratch); lower session_len or raise cache_max_entry_count"
+            )
+        log.warning("session_len is cut from %d to the %d tokens that the KV pool holds", session, longest)
+        session = longest
+    chunk = config.max_prefill_token_num or (256 if on_cpu else 2048)
+    chunk = min(chunk, -(-session // BLOCK) * BLOCK * slots)
+    return Sizes(slots, pages, page, session, chunk, min(MAX_STEPS, page))
