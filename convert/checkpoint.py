@@ -256,8 +256,9 @@ class Checkpoint:
         """One array. Raises ValueError naming it if the files are damaged or hold something else."""
         store = {"driver": "ocdbt", "base": f"file://{self._base}/", "path": f"{name}/"}
         try:
-            opened = tensorstore.open({"driver": "zarr", "kvstore": store}, open=True, context=self._context).result()
-            # A chunk that isn't there reads as zeros, by zarr's rules: the missing data must not pass for weights.
+            # By zarr's rules a chunk that isn't there reads as zeros: missing data must not pass for weights.
+            spec = {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False}
+            opened = tensorstore.open(spec, open=True, context=self._context).result()
             array = np.asarray(opened.read().result())
         except Exception as error:  # as above
             raise ValueError(f"{self._base}: array {name!r} is damaged ({error})") from None
@@ -300,7 +301,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: format is {manifest.get('format')!r}; a checkpoint of ours says {FORMAT!r}")
     if manifest.get("format_version") != VERSION:
         raise ValueError(
-            f"{path}: format version {manifest.get('format_version')!r} is unknown; this pallasite reads version {VERSION}"
+            f"{path}: format version {manifest.get('format_version')!r} is unknown; "
+            f"this pallasite reads version {VERSION}"
         )
     if not isinstance(manifest.get("tensors"), dict):
         raise ValueError(f"{path}: has no list of tensors")

@@ -53,7 +53,8 @@ class Int4Tensor:
         for name, shape in expected.items():
             if getattr(self, name).shape != shape:
                 raise ValueError(
-                    f"INT4 {name} has shape {getattr(self, name).shape}; K={k}, N={n}, group_size={self.group_size} need {shape}"
+                    f"INT4 {name} has shape {getattr(self, name).shape}; "
+                    f"K={k}, N={n}, group_size={self.group_size} need {shape}"
                 )
 
     @property

@@ -103,7 +103,7 @@ class _Reader:
             case ("embed", "weight"):
                 return _rows(self.floating("embed.weight"), self.sizes.vocab)
             case ("head", "weight"):
-                return _columns([self.floating("head.weight")], [self.sizes.vocab], 1)
+                return _rows(self.floating("head.weight").T, self.sizes.vocab)
             case ("norm", "weight"):
                 return self.floating("norm.weight")
             case ("layers", int(i), norm, "weight"):
@@ -125,9 +125,8 @@ class _Reader:
             group = self.int4[i][name].group_size
             parts = [_int4_leaf(self.read(w), leaf, group) for w in weights]
             rows = k // (8 if leaf == "packed" else group)
-        if name in _ROW_PARALLEL:
-            return _rows(parts[0], rows)
-        return _columns(parts, widths, self.sizes.tp)
+        joined = _rows(parts[0], rows) if name in _ROW_PARALLEL else _columns(parts, widths, self.sizes.tp)
+        return joined.T if leaf == "weight" else joined
 
 
 def _int4_leaf(tensor: Tensor, leaf: str, group: int) -> np.ndarray:

@@ -19,7 +19,7 @@ class SourceInfo:
 
     config_json: the Hugging Face style config.json (made up from the metadata for GGUF). generation_json: that of
     generation_config.json, {} if absent. group_sizes: INT4 group size by tensor name, for those stored in INT4.
-    dtypes: how each tensor is stored, by name: "float32", "float16", "bfloat16", "int4", or GGUF's name of a block type.
+    dtypes: how each tensor is stored, by name: "float32", "float16", "bfloat16", "int4", or GGUF's name of a block.
     """
 
     format: str

@@ -31,13 +31,15 @@ def parameter(shape: tuple[int, ...], dtype: jnp.dtype, axes: Axes) -> nnx.Param
 class Linear(nnx.Module):
     """y = x @ w + b, with w [K, N] in floating point or INT4.
 
-    `axes` are w's logical axes. Where the first is cut over the mesh (row parallel) the partial products are summed
-    over it, and the bias is added once, after the sum.
+    A floating-point w stands in memory transposed, [N, K]: with few tokens XLA's CPU product of w.T and x.T takes half
+    the time of x and w (docs/performance.md), and cuBLAS takes either. `axes` are the logical axes of K and N. Where K
+    is cut over the mesh (row parallel, reduce=True) the partial products are summed over it, and the bias is added
+    once, after the sum.
     """
 
     def __init__(self, k: int, n: int, axes: Axes, dtype: jnp.dtype, *, bias: bool, int4: Int4Layout | None, reduce: bool):
         if int4 is None:
-            self.weight = parameter((k, n), dtype, axes)
+            self.weight = parameter((n, k), dtype, axes[::-1])
         else:
             self.packed = parameter((k // 8, n), jnp.dtype(jnp.int32), axes)
             self.scale = parameter((k // int4.group_size, n), jnp.dtype(jnp.float32), axes)
@@ -53,7 +55,7 @@ class Linear(nnx.Module):
         if self.quantized:
             y = int4_matmul(x, self.packed[...], self.scale[...], self.offset[...])
         else:
-            y = jnp.dot(x, self.weight[...], preferred_element_type=jnp.float32).astype(x.dtype)
+            y = _times_transposed(x, self.weight[...]).astype(x.dtype)
         if self.reduce:
             y = jax.lax.psum(y, TP)
         return y + self.bias[...] if self.has_bias else y
@@ -89,15 +91,20 @@ class Embedding(nnx.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """x [T, dim] times the transposed embedding: float32 [T, vocab local]."""
-        return jnp.einsum("td,vd->tv", x, self.weight[...], preferred_element_type=jnp.float32)
+        return _times_transposed(x, self.weight[...])
 
 
 class Head(nnx.Module):
-    """The untied vocabulary head [dim, vocab], its columns cut over the mesh."""
+    """The untied vocabulary head, [vocab, dim] in memory, its rows cut over the mesh."""
 
     def __init__(self, dim: int, vocab: int, dtype: jnp.dtype):
-        self.weight = parameter((dim, vocab), dtype, ("embed", "vocab"))
+        self.weight = parameter((vocab, dim), dtype, ("vocab", "embed"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, dim] -> float32 [T, vocab local]."""
-        return jnp.dot(x, self.weight[...], preferred_element_type=jnp.float32)
+        return _times_transposed(x, self.weight[...])
+
+
+def _times_transposed(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [T, K] times the transpose of w [N, K], as (w @ x.T).T: float32 [T, N]."""
+    return jnp.einsum("nk,tk->nt", w, x, preferred_element_type=jnp.float32).T

@@ -3,6 +3,8 @@
 import logging
 import os
 
+from jax.sharding import Mesh
+
 from pallasite.models.model import Model
 from pallasite.serve.config import BLOCK, EngineConfig
 from pallasite.serve.programs import Sizes
@@ -15,9 +17,9 @@ MAX_STEPS = 8
 """Most decode steps in a launch; how many are run is decided launch by launch."""
 
 
-def free_bytes(model: Model) -> int:
+def free_bytes(mesh: Mesh) -> int:
     """Free memory of the device with the least, in bytes; on CPU the host's available memory, shared by its devices."""
-    devices = list(model.mesh.devices.flat)
+    devices = list(mesh.devices.flat)
     if devices[0].platform == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     stats = [device.memory_stats() for device in devices]
@@ -42,7 +44,7 @@ def resolve_sizes(model: Model, config: EngineConfig) -> Sizes:
     if isinstance(config.cache_max_entry_count, int):
         pages = config.cache_max_entry_count
     else:
-        budget = config.cache_max_entry_count * free_bytes(model) * model.mesh.devices.size
+        budget = config.cache_max_entry_count * free_bytes(model.mesh) * model.mesh.devices.size
         if on_cpu:
             budget = min(budget, CPU_POOL_BYTES)
         pages = int(budget) // model.cache.page_bytes(page)

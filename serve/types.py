@@ -137,15 +137,14 @@ class StepOutput:
 
 
 class TextStream(Protocol):
-    """Turns tokens into text as they come; serve/detokenizer.py."""
+    """Turns one request's tokens into text as they come; serve/detokenizer.py."""
 
-    def push(self, token_ids: Seq[int], *, may_stop: bool) -> tuple[str, int | None]:
-        """The text that is certain by now; and, where a stop word ends it, how many of these tokens belong to the
-        answer (None: it goes on)."""
+    def push(self, token_id: int, *, may_stop: bool) -> tuple[str, bool]:
+        """The text that is certain with this token, and whether a stop word ends the answer here."""
         ...
 
     def finish(self) -> str:
-        """The text held back until now."""
+        """The text held back until now; empty after a stop word."""
         ...
 
 
@@ -214,7 +213,8 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """The answer to one prompt (or one of its n answers: those share the prompt's index)."""
+    """The answer to one prompt, or a piece of it when streaming. index: the prompt's place in the list; choice: which of
+    its n answers."""
 
     text: str = ""
     generate_token_len: int = 0
@@ -224,6 +224,7 @@ class Response:
     logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
     index: int = 0
+    choice: int = 0
     error: str | None = None
 
     def __repr__(self) -> str:

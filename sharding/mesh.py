@@ -34,7 +34,8 @@ def make_mesh(tp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """
     devices = list(jax.devices()) if devices is None else list(devices)
     if not 1 <= tp <= len(devices):
-        raise ValueError(f"tp is {tp}; it must lie in 1..{len(devices)}, the number of {devices[0].platform} devices here")
+        hint = " (XLA_FLAGS=--xla_force_host_platform_device_count=N gives N)" if devices[0].platform == "cpu" else ""
+        raise ValueError(f"tp is {tp}; it must lie in 1..{len(devices)}, the {devices[0].platform} devices here{hint}")
     return Mesh(np.asarray(devices[:tp]), (TP,))
 
 

@@ -34,7 +34,8 @@ def open_source(path: str | Path) -> Source:
     if not any(path.iterdir()):
         raise ValueError(f"{path}: is an empty folder")
     raise ValueError(
-        f"{path}: holds no checkpoint: neither {checkpoint.MANIFEST} (ours) nor config.json (Hugging Face) nor a .gguf file"
+        f"{path}: holds no checkpoint: neither {checkpoint.MANIFEST} (ours), "
+        "nor config.json (Hugging Face), nor a .gguf file"
     )
 
 

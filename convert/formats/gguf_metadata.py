@@ -98,7 +98,10 @@ def read_eos(metadata: Metadata) -> int | list[int] | None:
 
 def read_rope_json(metadata: Metadata, tensors: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     """config.json's rope_parameters. Raises ValueError for a scaling that the decoder doesn't know."""
-    rope: dict[str, Any] = {"rope_theta": shortest(metadata.get("llama.rope.freq_base", 10000.0)), "rope_type": "default"}
+    rope: dict[str, Any] = {
+        "rope_theta": shortest(metadata.get("llama.rope.freq_base", 10000.0)),
+        "rope_type": "default",
+    }
     old_factor = metadata.get("llama.rope.scale_linear", 1.0)
     kind = metadata.get("llama.rope.scaling.type", "none" if old_factor == 1 else "linear")
     if kind == "linear":

@@ -1,11 +1,14 @@
 """A Hugging Face fast tokenizer from a GGUF file's metadata: byte-level BPE, without torch or sentencepiece."""
 
+import os
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from pallasite.convert.formats.gguf_metadata import Metadata
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it announces on stderr that torch is absent
+from transformers import PreTrainedTokenizerFast
 
 CONTROL, USER_DEFINED = 3, 4
 """Token types (llama.h, LLAMA_TOKEN_TYPE_*) of tokens that are never split: special ones, and added text."""
@@ -68,7 +71,12 @@ def build_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
         tokenizer.post_processor = processors.Sequence([offsets, template])
     else:
         tokenizer.post_processor = offsets
-    special = {"bos_token": bos, "eos_token": token("eos"), "unk_token": token("unknown"), "pad_token": token("padding")}
+    special = {
+        "bos_token": bos,
+        "eos_token": token("eos"),
+        "unk_token": token("unknown"),
+        "pad_token": token("padding"),
+    }
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=int(metadata.get("llama.context_length", 1 << 30)),

@@ -1,0 +1,1 @@
+"""Quantizers: from float matrices to INT4 tensors."""

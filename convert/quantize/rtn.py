@@ -28,17 +28,15 @@ def quantize(name: str, w: np.ndarray, group_size: int) -> Int4Tensor:
     k, n = w.shape
     groups = -(-k // group_size)
     packed = np.empty((-(-k // 8), n), np.int32)
-    scales = np.empty((groups, n), np.float32)
-    zeros = np.empty((groups, n), np.uint8)
     ranges = [_ranges(w[:, c], group_size) for c in _chunks(k, n)]  # two float32 a group: small beside w
     lo, hi = (np.concatenate(side, axis=1) for side in zip(*ranges, strict=True))
-    if not (np.isfinite(lo).all() and np.isfinite(hi).all()):
-        raise ValueError(f"{name}: has weights that are not finite; they can't be quantized")
-    scales[:] = np.float32(1) / LEVELS * (hi - lo)
-    scales[hi == lo] = 1
-    scales = _stored(scales)
+    with np.errstate(over="ignore", invalid="ignore"):
+        span = hi - lo
+    if not np.isfinite(span).all():
+        raise ValueError(f"{name}: has weights that are not finite, or their range isn't; they can't be quantized")
+    scales = _stored(np.where(span > 0, span / np.float32(LEVELS), np.float32(1)))
     exact = scales.astype(np.float32)
-    zeros[:] = np.clip(np.rint(-lo / exact), 0, LEVELS)
+    zeros = np.clip(np.rint(-lo / exact), 0, LEVELS).astype(np.uint8)
     for c in _chunks(k, n):
         steps = _by_group(w[:, c], group_size)  # [groups, group_size, columns]
         steps /= exact[:, None, c]

@@ -1,0 +1,40 @@
+"""The `pallasite` command: convert, inspect, serve, chat."""
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from pallasite.convert.cli import add_commands as add_convert_commands
+from pallasite.serve.grpc.cli import add_commands as add_serve_commands
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, with every command's own help."""
+    top = argparse.ArgumentParser(
+        prog="pallasite",
+        description="Serve large language models from JAX.",
+        epilog="example: pallasite convert SmolLM2.gguf smollm2 && pallasite serve smollm2",
+    )
+    top.add_argument("--version", action="version", version=f"pallasite {importlib.metadata.version('pallasite')}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_convert_commands(commands)
+    add_serve_commands(commands)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Bad input is one line on stderr and exit code 2; Ctrl-C is 130."""
+    arguments = parser().parse_args(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except (ValueError, OSError) as error:
+        print(f"pallasite: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("pallasite: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

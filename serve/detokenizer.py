@@ -1,0 +1,103 @@
+"""Token ids to text as they come: whole characters only, and nothing of a stop word.
+
+A token may hold part of a character, and its text may depend on the token before it (a leading space). So text is the
+difference of two decodings of a short window, and is held back while it ends in a replacement character.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pallasite.serve.tokenizer import Tokenizer
+
+CONTEXT_TOKENS = 6
+"""Prompt tokens that the first decoded tokens are seen together with."""
+MAX_HELD_TOKENS = 16
+"""A character has at most four bytes: what is still incomplete after so many tokens is no text, and is let go."""
+
+
+class Detokenizer:
+    """Text of one answer, piece by piece."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool):
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._ids = list(prompt[-CONTEXT_TOKENS:])
+        if self._decode(0, len(self._ids)).endswith("\ufffd"):
+            self._ids = []  # a prompt cut inside a character: its tail is no context
+        self._start, self._read = 0, len(self._ids)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; "" while a character is unfinished."""
+        self._ids.append(token_id)
+        before = self._decode(self._start, self._read)
+        text = self._decode(self._start, len(self._ids))
+        held = len(self._ids) - self._read
+        if len(text) <= len(before) or (text.endswith("\ufffd") and held <= MAX_HELD_TOKENS):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return text[len(before) :]
+
+    def finish(self) -> str:
+        """What is still held back: at most an incomplete character."""
+        before = self._decode(self._start, self._read)
+        text = self._decode(self._start, len(self._ids))
+        self._start = self._read = len(self._ids)
+        return text[len(before) :]
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip)
+
+
+class StopWords:
+    """Finds the first stop word in a stream of text, and holds back what may become one."""
+
+    def __init__(self, words: Sequence[str], include: bool):
+        self._words, self._include = list(words), include
+        self._longest = max((len(w) for w in words), default=0)
+        self._by_first: dict[str, list[str]] = defaultdict(list)
+        for word in words:
+            self._by_first[word[0]].append(word)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that is certain, whether a stop word was found): with one, the text before it (or up to its end)."""
+        buffer = self._held + text
+        found = min(((buffer.find(w), len(w)) for w in self._words if w in buffer), default=None)
+        if found:
+            self._held = ""
+            return buffer[: found[0] + (found[1] if self._include else 0)], True
+        keep = self._possible_start(buffer)
+        self._held = buffer[keep:]
+        return buffer[:keep], False
+
+    def release(self, text: str = "") -> str:
+        """All that was held back, and `text` after it, unsearched."""
+        held, self._held = self._held, ""
+        return held + text
+
+    def _possible_start(self, buffer: str) -> int:
+        """Index of the longest tail of `buffer` that a stop word begins with; its length if there is none."""
+        for i in range(max(0, len(buffer) - self._longest + 1), len(buffer)):
+            if any(word.startswith(buffer[i:]) for word in self._by_first.get(buffer[i], ())):
+                return i
+        return len(buffer)
+
+
+class AnswerText:
+    """A request's text stream (serve.types.TextStream): a detokenizer, then the stop words."""
+
+    def __init__(self, detokenizer: Detokenizer, stop_words: StopWords):
+        self._detokenizer, self._stop_words = detokenizer, stop_words
+        self._stopped = False
+
+    def push(self, token_id: int, *, may_stop: bool) -> tuple[str, bool]:
+        """The text that is certain with this token, and whether a stop word ends the answer here. While may_stop is
+        False stop words are ordinary text."""
+        text = self._detokenizer.push(token_id)
+        if not may_stop:
+            return self._stop_words.release(text), False
+        text, self._stopped = self._stop_words.push(text)
+        return text, self._stopped
+
+    def finish(self) -> str:
+        """The text held back until now; nothing after a stop word."""
+        return "" if self._stopped else self._stop_words.release(self._detokenizer.finish())

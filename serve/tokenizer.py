@@ -1,0 +1,132 @@
+"""Text to token ids and back, by the checkpoint's own tokenizer files and chat template (libraries: transformers,
+tokenizers, jinja2). No code from a checkpoint is run.
+
+What a user types is text: where a message holds the spelling of a special token, such as "<|im_end|>", it is encoded
+as plain characters and never becomes the control token. Only raw prompts (no chat template) are taken at their word.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it announces on stderr that torch is absent
+
+import jinja2
+import tokenizers
+import transformers
+
+_PRIVATE_USE = 0xF0000  # first code point of a plane that no text uses
+
+
+class Tokenizer:
+    """A fast tokenizer and its chat template. All methods may be called from any thread."""
+
+    def __init__(self, hf: transformers.PreTrainedTokenizerFast):
+        self._hf = hf
+        self._backend: tokenizers.Tokenizer = hf.backend_tokenizer
+        # A second copy that takes special tokens' spellings as plain text: the switch is state of the object.
+        self._literal = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        self._literal.encode_special_tokens = True
+        self._special = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
+        spellings = sorted(self._special, key=len, reverse=True)
+        self._find_special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer | None":
+        """The tokenizer whose files stand in `folder`; None if there are none. Raises ValueError if they can't be used."""
+        if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+            return None
+        try:
+            hf = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ValueError(f"the tokenizer in {folder} can't be used: {error}") from error
+        if not isinstance(hf, transformers.PreTrainedTokenizerFast):
+            raise ValueError(f"the tokenizer in {folder} is a {type(hf).__name__}, which has no fast implementation")
+        return cls(hf)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end-of-sequence id, if it has one."""
+        return () if self._hf.eos_token_id is None else (int(self._hf.eos_token_id),)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True where encode_chat works."""
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a raw text; the spellings of special tokens become those tokens."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_words(self, word: str) -> list[list[int]]:
+        """Ids of a word on its own and after a space, without special tokens."""
+        return [self._literal.encode(text, add_special_tokens=False).ids for text in (word, " " + word)]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; an id that has no token gives nothing."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation in OpenAI's form, rendered by the checkpoint's chat template.
+
+        Where the last message is the assistant's, its turn is left open and will be continued; else a new assistant
+        turn is opened. Raises ValueError for malformed messages, and for those that the template refuses.
+        """
+        plain = [_plain_message(i, m) for i, m in enumerate(messages)]
+        if not plain:
+            raise ValueError("the conversation has no messages")
+        if not self.has_chat_template:
+            raise ValueError("the checkpoint has no chat template; send a text without one (do_preprocess=False)")
+        typed = self._find_special and any(self._find_special.search(m["content"]) for m in plain)
+        stand_ins = self._stand_ins(plain) if typed else {}
+        for message in plain:
+            for spelling, stand_in in stand_ins.items():
+                message["content"] = message["content"].replace(spelling, stand_in)
+        going_on = plain[-1]["role"] == "assistant"
+        try:
+            text = self._hf.apply_chat_template(
+                plain, tokenize=False, add_generation_prompt=not going_on, continue_final_message=going_on
+            )
+        except (jinja2.TemplateError, ValueError) as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        if not stand_ins:
+            return self.encode(text, add_special_tokens=False)
+        return self._encode_rendered(text, {v: k for k, v in stand_ins.items()})
+
+    def _stand_ins(self, messages: list[dict[str, str]]) -> dict[str, str]:
+        """For each special token's spelling a character that no message holds."""
+        used = set().union(*(m["content"] for m in messages))
+        free = (chr(c) for c in range(_PRIVATE_USE, _PRIVATE_USE + 0xFFFE) if chr(c) not in used)
+        return dict(zip(sorted(self._special, key=len, reverse=True), free, strict=False))
+
+    def _encode_rendered(self, text: str, literal: Mapping[str, str]) -> list[int]:
+        """Encode a rendered conversation: special tokens that the template wrote are tokens; stand-ins become the
+        spelling that the user typed."""
+        assert self._find_special is not None
+        table = str.maketrans(dict(literal))
+        ids: list[int] = []
+        at = 0
+        for match in self._find_special.finditer(text):
+            ids += self._literal.encode(text[at : match.start()].translate(table), add_special_tokens=False).ids
+            ids.append(self._special[match.group()])
+            at = match.end()
+        return ids + self._literal.encode(text[at:].translate(table), add_special_tokens=False).ids
+
+
+def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, str]:
+    """role and content as text; content may be a list of text parts."""
+    if not isinstance(message, Mapping):
+        raise ValueError(f"message {index} is a {type(message).__name__}; it must be a dict with role and content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"message {index} has role {role!r}; it must be a text such as 'user'")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
+        if any(not isinstance(t, str) for t in texts):
+            raise ValueError(f"message {index} has content parts that are not text; this model takes text only")
+        content = "".join(t for t in texts if t is not None)
+    if not isinstance(content, str):
+        raise ValueError(f"message {index} ({role}) has content {content!r}; it must be a text")
+    return {"role": role, "content": content}
