@@ -71,7 +71,7 @@ def convert(
             return writer.finish(
                 {
                     "pallasite_version": _version(),
-                    "source": {"name": src.absolute().name, "format": source.info.format},
+                    "source": {"name": source.info.path.absolute().name, "format": source.info.format},
                     "architecture": source.info.config.architecture,
                     "dtype": plan.main_dtype,
                     "quantization": summarize_quantization(writer.tensors, plan.method),

