@@ -6,6 +6,7 @@ the two spellings of the rotary fields, are read here.
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -87,6 +88,14 @@ def require(raw: Mapping[str, Any], key: str) -> Any:
     return raw[key]
 
 
+def require_size(raw: Mapping[str, Any], key: str) -> int:
+    """raw[key] as an integer from 1; raises ValueError naming the key where it is absent, null or something else."""
+    value = require(raw, key)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"config.json: {key} is {value!r}; it must be an integer from 1")
+    return int(value)
+
+
 def read_dtype(raw: Mapping[str, Any]) -> str:
     """The parameters' dtype, from either spelling ("dtype" of transformers 5, "torch_dtype" of 4); float32 if absent."""
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -116,7 +125,7 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     if kind not in ("default", "linear", "dynamic", "llama3"):
         raise ValueError(f"config.json: rope scaling {kind!r} is not supported; known: default, linear, dynamic, llama3")
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    max_position = int(require(raw, "max_position_embeddings"))
+    max_position = require_size(raw, "max_position_embeddings")
     if kind == "default":
         return RopeConfig(theta=theta, original_max_position=max_position)
 

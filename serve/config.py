@@ -39,7 +39,8 @@ class EngineConfig:
         self._integer("session_len", 2, 2**24, optional=True)
         self._integer("max_batch_size", 1, 1024, optional=True)
         self._integer("tp", 1, 1024)
-        self._integer("max_prefill_token_num", BLOCK, 2**20, optional=True)
+        # Two blocks at least, so that the oldest prompt and a newcomer both get on with every step.
+        self._integer("max_prefill_token_num", 2 * BLOCK, 2**20, optional=True)
         self._integer("cache_block_seq_len", 16, 128)
         self._integer("max_queue_size", 1, 2**20)
         for name, allowed in (

@@ -77,6 +77,7 @@ class Engine:
         self._inbox: deque[Request] = deque()
         self._cancels: set[str] = set()
         self._closing = False
+        self._closed = False
         self._failure: BaseException | None = None
         self._sequences: dict[str, Sequence] = {}
         self._order = itertools.count()
@@ -150,9 +151,12 @@ class Engine:
             self._closing = True
             self._lock.notify_all()
         self._thread.join()
-        self.programs.close()
-        self._compilations.close()
-        atexit.unregister(self._at_exit)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.programs.close()
+                self._compilations.close()
+                atexit.unregister(self._at_exit)
 
     @property
     def closed(self) -> bool:

@@ -64,5 +64,5 @@ def resolve_sizes(model: Model, config: EngineConfig) -> Sizes:
         log.warning("session_len is cut from %d to the %d tokens that the KV pool holds", session, longest)
         session = longest
     chunk = config.max_prefill_token_num or (256 if on_cpu else 2048)
-    chunk = min(chunk, -(-session // BLOCK) * BLOCK * slots)
+    chunk = min(chunk, max(2, -(-session // BLOCK)) * BLOCK * slots)
     return Sizes(slots, pages, page, session, chunk, min(MAX_STEPS, page))

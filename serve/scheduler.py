@@ -129,6 +129,7 @@ class Scheduler:
     def _take(self, seq: Sequence, most: int) -> Chunk:
         chunk = Chunk(seq, seq.prefilled, min(most, len(seq.tokens) - seq.prefilled))
         seq.prefilled += chunk.count
+        seq.known_pages = len(seq.pages)  # each chunk brings the whole page table along
         if chunk.final and not seq.request.score:
             self.prefilling.remove(seq)
             seq.phase = Phase.DECODE
@@ -150,25 +151,26 @@ class Scheduler:
         may_preempt is False; else the latest arrivals give up theirs.
         """
         rows: list[Sequence] = []
-        edits: dict[Sequence, tuple[int, int]] = {}
         ready = [seq for seq in self.running if seq.steps_left > 0]
         steps = min(steps, max((seq.steps_left for seq in ready), default=0))
         for seq in ready:
             if seq.phase is not Phase.DECODE:
                 continue  # preempted for an earlier one
-            edit = (self.sizes.max_pages, 0)
+            # One page is enough: a launch has at most a page's worth of steps.
             if self._pages_for(seq.position + min(steps, seq.steps_left)) > len(seq.pages):
                 page = self._page_for(seq, may_preempt)
                 if page is None:
                     continue
-                edit = (len(seq.pages), page)
                 seq.pages.append(page)
             rows.append(seq)
-            edits[seq] = edit
         rows = [seq for seq in rows if seq.phase is Phase.DECODE]
-        for seq in rows:
+        edits = [(self.sizes.max_pages, 0)] * len(rows)
+        for i, seq in enumerate(rows):
             seq.position += min(steps, seq.steps_left)
-        return rows, [edits[seq] for seq in rows], steps
+            if seq.known_pages < len(seq.pages):
+                edits[i] = (len(seq.pages) - 1, seq.pages[-1])
+                seq.known_pages = len(seq.pages)
+        return rows, edits, steps
 
     def _page_for(self, seq: Sequence, may_preempt: bool) -> int | None:
         """A page for `seq`, preempting the latest arrival as often as needed; None if that was `seq` itself."""

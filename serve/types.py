@@ -182,7 +182,7 @@ class Sequence:
     """A request in the engine: its tokens and what it holds.
 
     tokens: prompt and all generated tokens that the host has read. end: total tokens at which it stops for length.
-    pages, slot: held on the device. prefilled: tokens whose K and V are written by launches made so far. position: the
+    pages, slot: held on the device; known_pages: of them, those that the device's page table lists. prefilled: tokens whose K and V are written by launches made so far. position: the
     place of the next token that decode will write, counting the launches in flight. order: arrival, for fairness.
     reused: prompt tokens found in the prefix cache on admission. scored: parts of a scoring request's result.
     """
@@ -195,6 +195,7 @@ class Sequence:
     phase: Phase = Phase.WAITING
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
+    known_pages: int = 0
     prefilled: int = 0
     position: int = 0
     reused: int | None = None

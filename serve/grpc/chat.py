@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TextIO
 
 from pallasite.serve.grpc.client import CallFailed, Client, Stream, chat_request
 from pallasite.serve.proto import pallasite_pb2 as pb
@@ -17,7 +16,7 @@ def ask_once(client: Client, text: str, system: str | None, config: pb.Generatio
     """Print the answer to one question as it comes. Raises CallFailed."""
     stream = client.generate(chat_request([*_opening(system), ("user", text)], config))
     try:
-        _print_answer(stream, sys.stdout)
+        _print_answer(stream, [])
     except BaseException:
         stream.cancel()
         raise
@@ -53,23 +52,25 @@ def _turn(client: Client, turns: Sequence[Turn], text: str, config: pb.Generatio
     stream = client.generate(chat_request([*turns, ("user", text)], config))
     pieces: list[str] = []
     try:
-        _print_answer(stream, sys.stdout, pieces)
+        _print_answer(stream, pieces)
     except KeyboardInterrupt:
         stream.cancel()
         print(" [stopped]")
     except CallFailed as error:
+        if pieces:
+            print(flush=True)
         print(f"pallasite: error: {error}", file=sys.stderr)
         return []
     return [("user", text), ("assistant", "".join(pieces))] if pieces else []
 
 
-def _print_answer(stream: Stream, out: TextIO, pieces: list[str] | None = None) -> None:
+def _print_answer(stream: Stream, pieces: list[str]) -> None:
     """Print the deltas as they come, and a newline; they are also added to `pieces`."""
     for response in stream:
-        print(response.text, end="", file=out, flush=True)
-        if pieces is not None and response.text:
+        if response.text:
             pieces.append(response.text)
-    print(file=out, flush=True)
+            print(response.text, end="", flush=True)
+    print(flush=True)
 
 
 def _opening(system: str | None) -> list[Turn]:

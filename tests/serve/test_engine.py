@@ -239,7 +239,7 @@ def test_five_hundred_mixed_requests_with_random_cancels(tight):
 
 def test_a_long_prompt_does_not_stop_the_others():
     """While a prompt of many chunks is prefilled, a running stream goes on and a short newcomer gets its first token."""
-    engine = hand_engine(session_len=512, max_prefill_token_num=32, enable_prefix_caching=False)
+    engine = hand_engine(session_len=512, max_prefill_token_num=64, enable_prefix_caching=False)
     times: dict[str, list[int]] = {"stream": [], "long": [], "short": []}
     step = iter(range(10**9))
 
@@ -254,8 +254,8 @@ def test_a_long_prompt_does_not_stop_the_others():
     settle(engine)
     engine.close()
     assert times["short"][0] < times["long"][0]
-    # The long prompt takes 16 steps of 32 tokens at least; the stream was heard in between, again and again.
-    assert sum(t < times["long"][0] for t in times["stream"]) >= 8
+    # The long prompt takes 8 steps of 64 tokens at least; the stream was heard in between, again and again.
+    assert sum(t < times["long"][0] for t in times["stream"]) >= 6
 
 
 def test_a_long_prompt_ends_under_a_flow_of_short_ones(engine):

@@ -98,10 +98,10 @@ def hand_model(
 
 
 def hand_engine(model: Model | None = None, **config) -> Engine:
-    """An engine for it with small steps: pages of 16 tokens, chunks of 64, 8 slots."""
+    """An engine for it with small steps: pages of 16 tokens, chunks of 64, 4 slots."""
     defaults = {
         "session_len": 256,
-        "max_batch_size": 8,
+        "max_batch_size": 4,
         "cache_block_seq_len": 16,
         "max_prefill_token_num": 64,
         "cache_max_entry_count": 129,

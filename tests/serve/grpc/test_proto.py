@@ -35,7 +35,9 @@ def test_generated_code_is_up_to_date(tmp_path: Path):
     [new] = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
     committed = descriptor_pb2.FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(committed)
-    new.ClearField("source_code_info")
+    for message in new.message_type:  # protoc fills these in, but not in the code that it writes
+        for field in message.field:
+            field.ClearField("json_name")
     assert new == committed
     stubs = (PROTO / "pallasite_pb2_grpc.py").read_text()
     for method in new.service[0].method:
