@@ -1,10 +1,10 @@
 """The `pallasite` command: convert, inspect, serve, chat."""
 
 import argparse
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
+import pallasite
 from pallasite.convert.cli import add_commands as add_convert_commands
 from pallasite.serve.grpc.cli import add_commands as add_serve_commands
 
@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
         description="Serve large language models from JAX.",
         epilog="example: pallasite convert SmolLM2.gguf smollm2 && pallasite serve smollm2",
     )
-    top.add_argument("--version", action="version", version=f"pallasite {importlib.metadata.version('pallasite')}")
+    top.add_argument("--version", action="version", version=f"pallasite {pallasite.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_convert_commands(commands)
     add_serve_commands(commands)

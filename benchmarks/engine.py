@@ -64,7 +64,9 @@ def random_model(config: ModelConfig, tp: int, dtype: str, quant: str, group_siz
     """A model of this shape with random weights, made on the devices."""
     compute = jnp.dtype(dtype)
     int4 = tuple(
-        {name: Int4Layout(group_size) for name in ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")} if quant == "int4" else {}
+        {name: Int4Layout(group_size) for name in ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")}
+        if quant == "int4"
+        else {}
         for _ in range(config.num_layers)
     )
     sizes = PaddedSizes.of(config, tp, group_size if quant == "int4" else 1)
@@ -79,7 +81,9 @@ def random_model(config: ModelConfig, tp: int, dtype: str, quant: str, group_siz
             return jnp.ones(abstract.shape, abstract.dtype)
         return jax.random.normal(key, abstract.shape, abstract.dtype) * jnp.asarray(0.02, abstract.dtype)
 
-    return materialize(lambda: Decoder(config, sizes, compute, int4), make_mesh(tp), make, **decoder_facts(config, sizes, compute))
+    return materialize(
+        lambda: Decoder(config, sizes, compute, int4), make_mesh(tp), make, **decoder_facts(config, sizes, compute)
+    )
 
 
 @dataclasses.dataclass

@@ -53,7 +53,15 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"config: {name} is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:
@@ -81,16 +89,14 @@ class TensorSpec:
     kind: Literal["linear", "embed", "head", "norm", "bias"]
 
 
-def require(raw: Mapping[str, Any], key: str) -> Any:
-    """raw[key]; raises ValueError naming the key where it is absent or null."""
-    if raw.get(key) is None:
-        raise ValueError(f"config.json has no {key!r}")
-    return raw[key]
-
-
-def require_size(raw: Mapping[str, Any], key: str) -> int:
-    """raw[key] as an integer from 1; raises ValueError naming the key where it is absent, null or something else."""
-    value = require(raw, key)
+def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """raw[key] as an integer from 1. Raises ValueError naming the key where it is something else, or is absent or null
+    and there is no default."""
+    value = raw.get(key)
+    if value is None:
+        if default is None:
+            raise ValueError(f"config.json has no {key!r}")
+        return default
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"config.json: {key} is {value!r}; it must be an integer from 1")
     return int(value)
@@ -123,9 +129,11 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
         raise ValueError(f"config.json: rope scaling names two kinds, {sorted(kinds)}")
     kind = kinds.pop() if kinds else "default"
     if kind not in ("default", "linear", "dynamic", "llama3"):
-        raise ValueError(f"config.json: rope scaling {kind!r} is not supported; known: default, linear, dynamic, llama3")
+        raise ValueError(
+            f"config.json: rope scaling {kind!r} is not supported; known: default, linear, dynamic, llama3"
+        )
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    max_position = require_size(raw, "max_position_embeddings")
+    max_position = read_size(raw, "max_position_embeddings")
     if kind == "default":
         return RopeConfig(theta=theta, original_max_position=max_position)
 

@@ -96,7 +96,9 @@ class Attention(nnx.Module):
         qkv = self.qkv(x)  # [T, (group + 2) * kv_heads * head_dim]
         kv_heads = qkv.shape[1] // ((self.group + 2) * self.head_dim)
         heads = kv_heads * self.group
-        q, k, v = jnp.split(qkv.reshape(t, -1, self.head_dim), [heads, heads + kv_heads], axis=1)  # [T, heads, head_dim]
+        q, k, v = jnp.split(
+            qkv.reshape(t, -1, self.head_dim), [heads, heads + kv_heads], axis=1
+        )  # [T, heads, head_dim]
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         k_pages = write_pages(cache[0], k, batch.write_pages, batch.write_offsets)
         v_pages = write_pages(cache[1], v, batch.write_pages, batch.write_offsets)
@@ -155,7 +157,11 @@ class Decoder(nnx.Module):
     """The whole model. int4 maps "attn.qkv", "attn.o", "mlp.gate_up", "mlp.down" to a layout for each layer."""
 
     def __init__(
-        self, config: ModelConfig, sizes: PaddedSizes, dtype: jnp.dtype, int4: tuple[Mapping[str, Int4Layout], ...] | None = None
+        self,
+        config: ModelConfig,
+        sizes: PaddedSizes,
+        dtype: jnp.dtype,
+        int4: tuple[Mapping[str, Int4Layout], ...] | None = None,
     ):
         int4 = int4 or tuple({} for _ in range(config.num_layers))
         self.embed = Embedding(sizes.vocab, config.hidden_size, dtype)

@@ -37,7 +37,9 @@ class Linear(nnx.Module):
     once, after the sum.
     """
 
-    def __init__(self, k: int, n: int, axes: Axes, dtype: jnp.dtype, *, bias: bool, int4: Int4Layout | None, reduce: bool):
+    def __init__(
+        self, k: int, n: int, axes: Axes, dtype: jnp.dtype, *, bias: bool, int4: Int4Layout | None, reduce: bool
+    ):
         if int4 is None:
             self.weight = parameter((n, k), dtype, axes[::-1])
         else:

@@ -6,7 +6,7 @@ The decoder itself is models/decoder.py. Field meanings follow transformers' Lla
 from collections.abc import Mapping
 from typing import Any
 
-from pallasite.models.config import ModelConfig, TensorSpec, read_dtype, read_rope, read_token_ids, require_size
+from pallasite.models.config import ModelConfig, TensorSpec, read_dtype, read_rope, read_size, read_token_ids
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 
@@ -33,21 +33,21 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"config.json: hidden_act is {activation!r}; only 'silu' is supported for Llama")
-    heads = require_size(raw, "num_attention_heads")
-    hidden = require_size(raw, "hidden_size")
+    heads = read_size(raw, "num_attention_heads")
+    hidden = read_size(raw, "hidden_size")
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=ARCHITECTURES[0],
-        vocab_size=require_size(raw, "vocab_size"),
+        vocab_size=read_size(raw, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=require_size(raw, "intermediate_size"),
-        num_layers=require_size(raw, "num_hidden_layers"),
+        intermediate_size=read_size(raw, "intermediate_size"),
+        num_layers=read_size(raw, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
+        num_kv_heads=read_size(raw, "num_key_value_heads", heads),
+        head_dim=read_size(raw, "head_dim", hidden // heads),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=read_rope(raw),
-        max_position_embeddings=require_size(raw, "max_position_embeddings"),
+        max_position_embeddings=read_size(raw, "max_position_embeddings"),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias,
         out_bias=attention_bias,

@@ -26,7 +26,9 @@ def static_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     wavelength = 2 * math.pi / inverse
     low = rope.original_max_position / rope.low_freq_factor  # longer waves are divided by the factor
     high = rope.original_max_position / rope.high_freq_factor  # shorter ones are kept
-    ramp = (rope.original_max_position / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    ramp = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
     between = (1 - ramp) * inverse / rope.factor + ramp * inverse
     scaled = np.where(wavelength > low, inverse / rope.factor, np.where(wavelength < high, inverse, between))
     return scaled.astype(np.float32)

@@ -51,11 +51,15 @@ class EngineConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.cache_block_seq_len % 16:
-            raise ValueError(f"cache_block_seq_len is {self.cache_block_seq_len}; it must be a multiple of 16 in 16..128")
+            raise ValueError(
+                f"cache_block_seq_len is {self.cache_block_seq_len}; it must be a multiple of 16 in 16..128"
+            )
         if self.max_prefill_token_num is not None and self.max_prefill_token_num % BLOCK:
             raise ValueError(f"max_prefill_token_num is {self.max_prefill_token_num}; it must be a multiple of {BLOCK}")
         if self.quant_policy != 0:
-            raise ValueError(f"quant_policy is {self.quant_policy!r}; only 0 (KV pages in the compute dtype) is supported")
+            raise ValueError(
+                f"quant_policy is {self.quant_policy!r}; only 0 (KV pages in the compute dtype) is supported"
+            )
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
         share = self.cache_max_entry_count

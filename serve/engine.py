@@ -64,7 +64,9 @@ class EngineStats:
 class Engine:
     """Serves requests for one model until it is closed."""
 
-    def __init__(self, model: Model, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None):
+    def __init__(
+        self, model: Model, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None
+    ):
         """Takes the pool's memory and compiles every program; progress is called with (programs done, of how many).
 
         Raises ValueError where config can't be had: a session_len beyond the model or the pool, a pool too small.
@@ -325,7 +327,9 @@ class Engine:
         elif kept:
             request.emit(output)
 
-    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None, last: StepOutput | None = None) -> None:
+    def _finish(
+        self, seq: Sequence, reason: FinishReason, error: str | None = None, last: StepOutput | None = None
+    ) -> None:
         """Free what the sequence holds and send its last output."""
         last = last or StepOutput(cached_tokens=seq.reused or 0)
         if seq.request.text is not None and last.scores is None:

@@ -24,11 +24,15 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
 class Frontend:
     """An engine with what its callers need around it: tokenizer (None: token ids only), name, end-of-sequence ids."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, name: str, architecture: str, eos_ids: Sequence[int]):
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer | None, name: str, architecture: str, eos_ids: Sequence[int]
+    ):
         self.engine, self.tokenizer, self.name, self.architecture = engine, tokenizer, name, architecture
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         if len(self.eos_ids) > MAX_EOS_IDS:
-            raise ValueError(f"the model names {len(self.eos_ids)} end-of-sequence ids; at most {MAX_EOS_IDS} are supported")
+            raise ValueError(
+                f"the model names {len(self.eos_ids)} end-of-sequence ids; at most {MAX_EOS_IDS} are supported"
+            )
 
     @property
     def session_len(self) -> int:
@@ -53,7 +57,9 @@ class Frontend:
                 raise ValueError(problem)
             return [int(i) for i in prompt]  # type: ignore[arg-type]
         else:
-            raise ValueError(f"a prompt is a text, a list of messages or a list of token ids, not {type(prompt).__name__}")
+            raise ValueError(
+                f"a prompt is a text, a list of messages or a list of token ids, not {type(prompt).__name__}"
+            )
         if not ids:
             raise ValueError("the prompt has no tokens")
         return ids
@@ -121,7 +127,9 @@ class Frontend:
             spellings = self._need_tokenizer("bad_words").encode_words(word)
             single = [ids[0] for ids in spellings if len(ids) == 1]
             if not single:
-                raise ValueError(f"bad_words holds {word!r}, which is {len(spellings[0])} tokens; only single tokens can be banned")
+                raise ValueError(
+                    f"bad_words holds {word!r}, which is {len(spellings[0])} tokens; only single tokens can be banned"
+                )
             found |= dict.fromkeys(single)
         if len(found) > MAX_BAD_IDS:
             raise ValueError(f"bad_words stand for {len(found)} tokens; at most {MAX_BAD_IDS} are supported")

@@ -54,7 +54,9 @@ def resolve_sizes(model: Model, config: EngineConfig) -> Sizes:
     # One page is scratch. The last token of a session is never written.
     longest = (pages - 1) * page
     if longest < 2:
-        raise ValueError(f"the KV pool has {pages} pages of {page} tokens; at least 2 are needed, one of them for scratch")
+        raise ValueError(
+            f"the KV pool has {pages} pages of {page} tokens; at least 2 are needed, one of them for scratch"
+        )
     if session > longest:
         if config.session_len is not None:
             raise ValueError(

@@ -23,7 +23,9 @@ from pallasite.serve.tokenizer import Tokenizer
 from pallasite.sharding.mesh import make_mesh
 
 
-def open_frontend(model_path: str | Path, config: EngineConfig, *, progress: bool = True, name: str | None = None) -> Frontend:
+def open_frontend(
+    model_path: str | Path, config: EngineConfig, *, progress: bool = True, name: str | None = None
+) -> Frontend:
     """Load the model at `model_path` (a converted checkpoint, a Hugging Face folder, a GGUF file) and compile its
     programs; returns when it can serve. progress: bars on stderr.
 

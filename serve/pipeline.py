@@ -25,7 +25,9 @@ Key = tuple[int, int]
 """(place of the prompt in the list, choice)."""
 
 
-def pipeline(model_path: str | Path, backend_config: EngineConfig | None = None, *, progress: bool = True) -> "Pipeline":
+def pipeline(
+    model_path: str | Path, backend_config: EngineConfig | None = None, *, progress: bool = True
+) -> "Pipeline":
     """Open a model for use in this process.
 
     model_path: a converted checkpoint, or a source one (a Hugging Face folder, a GGUF file), which is converted in
@@ -281,7 +283,9 @@ class Pipeline:
             call.cancel()
 
     @contextlib.asynccontextmanager
-    async def _awaiting(self, many: Sequence[Prompt], configs: Sequence[GenerationConfig], do_preprocess: bool, alone: bool):
+    async def _awaiting(
+        self, many: Sequence[Prompt], configs: Sequence[GenerationConfig], do_preprocess: bool, alone: bool
+    ):
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[tuple[Key, StepOutput]] = asyncio.Queue()
 
@@ -305,7 +309,9 @@ class Pipeline:
 
 
 def _is_messages(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+    return (
+        isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+    )
 
 
 def _as_list(prompts: Any) -> tuple[Sequence[Any], bool]:

@@ -124,7 +124,9 @@ def _prefill_batch(layout: PrefillLayout, packed: jax.Array, page_size: int):
         page_tables=tables[block_rows],
         lengths=jnp.where(block_live, (starts + counts)[block_rows], 0),
     )
-    last = jnp.clip(first_blocks * BLOCK + counts - 1, 0, layout.tokens - 1)  # [R], the chunk's last token in the flat array
+    last = jnp.clip(
+        first_blocks * BLOCK + counts - 1, 0, layout.tokens - 1
+    )  # [R], the chunk's last token in the flat array
     return batch, (slots, starts + counts, final != 0), params, tables, last
 
 

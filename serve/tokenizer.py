@@ -58,11 +58,11 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a raw text; the spellings of special tokens become those tokens."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return _ids(self._backend, text, add_special_tokens)
 
     def encode_words(self, word: str) -> list[list[int]]:
         """Ids of a word on its own and after a space, without special tokens."""
-        return [self._literal.encode(text, add_special_tokens=False).ids for text in (word, " " + word)]
+        return [_ids(self._literal, text) for text in (word, " " + word)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; an id that has no token gives nothing."""
@@ -109,10 +109,16 @@ class Tokenizer:
         ids: list[int] = []
         at = 0
         for match in self._find_special.finditer(text):
-            ids += self._literal.encode(text[at : match.start()].translate(table), add_special_tokens=False).ids
+            ids += _ids(self._literal, text[at : match.start()].translate(table))
             ids.append(self._special[match.group()])
             at = match.end()
-        return ids + self._literal.encode(text[at:].translate(table), add_special_tokens=False).ids
+        return ids + _ids(self._literal, text[at:].translate(table))
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    # Not encode(): that holds the interpreter's lock, and a text of megabytes would stop the engine for seconds.
+    [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding.ids
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, str]:

@@ -61,7 +61,9 @@ def queries(rows: int, count: int, heads: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(rows, count, heads, DIM)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("page_size", "heads", "kv_heads"), [(16, 2, 2), (16, 4, 1), (16, 6, 2), (64, 6, 2), (128, 6, 2)])
+@pytest.mark.parametrize(
+    ("page_size", "heads", "kv_heads"), [(16, 2, 2), (16, 4, 1), (16, 6, 2), (64, 6, 2), (128, 6, 2)]
+)
 def test_decode_rows_of_ragged_lengths(page_size, heads, kv_heads):
     lengths = [1, page_size - 1, page_size, page_size + 1, 200]
     pool = Pool(lengths, page_size, kv_heads=kv_heads)
@@ -149,6 +151,8 @@ def test_write_pages_writes_the_tokens_rows_and_nothing_else():
 
 
 def test_write_pages_rounds_to_the_pools_dtype():
-    pages = write_pages(jnp.zeros((2, 1, 16, 1), jnp.bfloat16), np.float32([[[1 + 2**-10]]]), np.int32([1]), np.int32([4]))
+    pages = write_pages(
+        jnp.zeros((2, 1, 16, 1), jnp.bfloat16), np.float32([[[1 + 2**-10]]]), np.int32([1]), np.int32([4])
+    )
     assert pages.dtype == jnp.bfloat16
     assert pages[1, 0, 4, 0] == 1

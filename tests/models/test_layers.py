@@ -118,7 +118,10 @@ def check_linear(tp: int, group: int | None, axes, *, reduce: bool) -> None:
 def test_linear_in_bfloat16_accumulates_in_float32():
     """256 + 1 is no bfloat16: 512 products of 1 would stop growing at 256."""
     dtype = jnp.dtype(jnp.bfloat16)
-    model = build(lambda: Linear(512, 1, ("embed", "qkv"), dtype, bias=False, int4=None, reduce=False), weight=jnp.ones((1, 512), dtype))
+    model = build(
+        lambda: Linear(512, 1, ("embed", "qkv"), dtype, bias=False, int4=None, reduce=False),
+        weight=jnp.ones((1, 512), dtype),
+    )
     got = apply(model, jnp.ones((1, 512), dtype))
     assert got.dtype == dtype
     assert got[0, 0] == 512

@@ -89,7 +89,9 @@ def test_dynamic_up_to_the_trained_length_is_the_default():
 
 def test_other_kinds_do_not_look_at_the_length():
     for rope in (RopeConfig(1e4), LINEAR, LLAMA3):
-        np.testing.assert_array_equal(angles(rope, 16, [7, 7], [8, 100000])[0], angles(rope, 16, [7, 7], [8, 100000])[1])
+        np.testing.assert_array_equal(
+            angles(rope, 16, [7, 7], [8, 100000])[0], angles(rope, 16, [7, 7], [8, 100000])[1]
+        )
 
 
 def test_apply_rope_is_a_complex_multiplication():

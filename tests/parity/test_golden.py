@@ -63,7 +63,9 @@ def test_other_forms_of_the_same_checkpoint(variant, tmp_path):
     with pipeline(path, SMALL, progress=False) as pipe:
         logits = pipe.get_logits(expected["prompt_2"].tolist())
         assert np.abs(logits - expected["logits_2"]).max() <= 1e-4 * max(1.0, expected["logits_2"].std())
-        check_greedy(pipe, expected["prompt_2"].tolist(), expected["greedy_2"].tolist(), expected["greedy_margin_2"].tolist())
+        check_greedy(
+            pipe, expected["prompt_2"].tolist(), expected["greedy_2"].tolist(), expected["greedy_margin_2"].tolist()
+        )
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,9 @@ class Inbox:
 _numbers = itertools.count()
 
 
-def ask(engine: Engine, prompt: list[int], stop_ids: tuple[int, ...] = (), score=None, seed: int = 0, **config) -> Inbox:
+def ask(
+    engine: Engine, prompt: list[int], stop_ids: tuple[int, ...] = (), score=None, seed: int = 0, **config
+) -> Inbox:
     """Submit a request; config are fields of GenerationConfig."""
     inbox = Inbox(f"test-{next(_numbers)}")
     generation = GenerationConfig(**config)

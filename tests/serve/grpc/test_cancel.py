@@ -27,8 +27,8 @@ def test_mid_stream(live: LiveServer, engine: Engine, slow: None):
     for call in calls:
         call.cancel()
         assert failure(call).code() is grpc.StatusCode.CANCELLED
-    wait_for(lambda: idle(engine), 2)
-    assert time.monotonic() - start < 2
+    wait_for(lambda: idle(engine), 5)
+    assert time.monotonic() - start < 5
     live.canary()
 
 
@@ -38,7 +38,7 @@ def test_before_the_first_token(live: LiveServer, engine: Engine, slow: None):
     wait_for(lambda: engine.stats().waiting == 5)
     for call in calls:
         call.cancel()
-    wait_for(lambda: idle(engine), 2)
+    wait_for(lambda: idle(engine), 5)
     live.canary()
 
 
@@ -72,15 +72,15 @@ def test_deadline(live: LiveServer, engine: Engine, slow: None):
     responses: list[pb.GenerateResponse] = []
     assert outcome(call, responses) is grpc.StatusCode.DEADLINE_EXCEEDED
     assert 0 < len([i for r in responses for i in r.token_ids]) < 500
-    wait_for(lambda: idle(engine), 2)
-    assert time.monotonic() - start < 2.5
+    wait_for(lambda: idle(engine), 5)
+    assert time.monotonic() - start < 5
 
 
 def test_choices_of_one_call(live: LiveServer, engine: Engine, slow: None):
     call = live.stub.Generate(ids_request([1, 2], n=6, **LONG))
     next(call)
     call.cancel()
-    wait_for(lambda: idle(engine), 2)
+    wait_for(lambda: idle(engine), 5)
 
 
 CLIENT = """
@@ -103,7 +103,7 @@ def test_killed_client(live: LiveServer, engine: Engine, slow: None):
         assert client.stdout.readline() == "streaming\n"
         assert not idle(engine)
         client.kill()
-    wait_for(lambda: idle(engine), 3)
+    wait_for(lambda: idle(engine), 5)
     live.canary()
 
 

@@ -61,7 +61,7 @@ def test_once_streams(live: LiveServer, slow: None, monkeypatch: pytest.MonkeyPa
     times: list[float] = []
     monkeypatch.setattr(builtins, "print", lambda *args, **kwargs: times.append(time.monotonic()))
     assert run("chat", "--once", "ab c", "--address", live.address, "--max-new-tokens", "60") == 0
-    assert len(times) > 10
+    assert len(times) >= 3
     assert times[-1] - times[0] > 0.3
 
 
@@ -83,7 +83,7 @@ def test_interrupted_once(live: LiveServer, engine: Engine, slow: None, monkeypa
     monkeypatch.setattr(builtins, "print", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run("chat", "--once", "a", "--address", live.address)
-    wait_for(lambda: idle(engine), 2)
+    wait_for(lambda: idle(engine), 5)
 
 
 def test_wait(
@@ -171,7 +171,7 @@ def test_stopped_answer(
     monkeypatch.setattr(Client, "generate", lambda self, request: asked.append(request) or generate(self, request))
     typed("ab", "c")
     assert run("chat", "--address", live.address, "--max-new-tokens", "60") == 0
-    wait_for(lambda: idle(engine), 2)
+    wait_for(lambda: idle(engine), 5)
     assert " [stopped]\n" in capsys.readouterr().out
     assert [m.role for m in asked[1].messages.messages] == ["user", "assistant", "user"]
     assert asked[1].messages.messages[1].content == "".join(pieces)

@@ -49,7 +49,7 @@ def test_queue_too_short_for_all_choices(live: LiveServer, engine: Engine, slow:
     """Where a later choice is refused, the earlier ones are taken back."""
     error = failure(live.stub.Generate(ids_request([1], n=100, max_new_tokens=400)))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    wait_for(lambda: idle(engine), 2)
+    wait_for(lambda: idle(engine), 5)
 
 
 def health_check(live: LiveServer, timeout: float = 1.0) -> health_pb2.HealthCheckResponse:
