@@ -37,18 +37,20 @@ class Detokenizer:
         return text[len(before) :]
 
     def finish(self) -> str:
-        """What is still held back: at most an incomplete character."""
+        """What is still held back: at most an incomplete character, of which one U+FFFD is left."""
         before = self._decode(self._start, self._read)
-        text = self._decode(self._start, len(self._ids))
+        text = self._decode(self._start, len(self._ids))[len(before) :]
         self._start = self._read = len(self._ids)
-        return text[len(before) :]
+        # Where bytes are tokens of their own, one cut character may turn a whole run of bytes into replacements.
+        whole = text.rstrip("\ufffd")
+        return text[: len(whole) + 1]
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip)
 
 
 class StopWords:
-    """Finds the first stop word in a stream of text, and holds back what may become one."""
+    """Finds the stop word that ends first in a stream of text, and holds back what may become one."""
 
     def __init__(self, words: Sequence[str], include: bool):
         self._words, self._include = list(words), include
@@ -61,10 +63,12 @@ class StopWords:
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is certain, whether a stop word was found): with one, the text before it (or up to its end)."""
         buffer = self._held + text
-        found = min(((buffer.find(w), len(w)) for w in self._words if w in buffer), default=None)
+        # The word that ends first, and of those the longest: so it is found wherever the pieces are cut.
+        found = min(((buffer.find(w) + len(w), buffer.find(w)) for w in self._words if w in buffer), default=None)
         if found:
             self._held = ""
-            return buffer[: found[0] + (found[1] if self._include else 0)], True
+            end, start = found
+            return buffer[: end if self._include else start], True
         keep = self._possible_start(buffer)
         self._held = buffer[keep:]
         return buffer[:keep], False

@@ -31,6 +31,8 @@ from pallasite.sharding.mesh import replicated, sharding, spec
 log = logging.getLogger(__name__)
 
 CACHE_AXES = ("pages", "kv_heads", "page", "head_dim")
+COMPILER_OPTIONS: dict[str, str | bool | int] = {}
+"""XLA options for the step programs, beside XLA_FLAGS; the tests compile tiny models without optimization."""
 MAX_PREFILL_ROWS = 16
 """Most sequences whose chunks one prefill call takes."""
 SCORE_TOKENS = 256
@@ -117,7 +119,7 @@ class Programs:
         workers = max(1, min(len(jobs), os.cpu_count() or 1))
         with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
             # Longest first, so that the threads end together.
-            futures = {pool.submit(lambda job: job().compile(), job): name for name, job in jobs.items()}
+            futures = {pool.submit(lambda job: job().compile(compiler_options=COMPILER_OPTIONS), job): name for name, job in jobs.items()}
             progress(0, len(jobs))
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 self._programs[futures[future]] = future.result()

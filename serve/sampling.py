@@ -17,6 +17,8 @@ from pallasite.serve.types import MAX_LOGPROBS
 
 NOT_FINITE = -2
 """Returned in place of a token where the model's logits were NaN or infinite."""
+_TINY = 1e-30
+"""Smallest temperature and top_p that are told apart; float32 knows little below."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +64,8 @@ def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.
     def cut(stage: jax.Array, x: jax.Array) -> jax.Array:
         likely = jnp.exp(x - x.max(axis=-1, keepdims=True))
         weights = jnp.where(stage == 0, jnp.ones_like(x), likely)
-        needed = jnp.where(stage == 0, top_k.astype(jnp.float32), top_p * likely.sum(axis=-1))
+        # A top_p that is 0 in float32 would be reached by no token at all.
+        needed = jnp.where(stage == 0, top_k.astype(jnp.float32), jnp.maximum(top_p, _TINY) * likely.sum(axis=-1))
         off = jnp.where(stage == 0, top_k <= 0, top_p >= 1)
         keys = _ordered_bits(x)
         threshold = _largest_key(keys, weights, needed)
@@ -135,8 +138,9 @@ def sample(
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw(x: jax.Array) -> jax.Array:
-        temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)
-        x = x / temperature[:, None]
+        temperature = jnp.where(params.temperature > 0, jnp.maximum(params.temperature, _TINY), 1.0)
+        # From the largest down: the largest itself, divided by a small temperature, might overflow.
+        x = (x - x.max(axis=-1, keepdims=True)) / temperature[:, None]
         x = filter_logits(x, params.top_k, params.top_p)
         # p >= min_p * p_max, in logarithms; min_p 0 keeps all.
         x = jnp.where(x >= x.max(axis=-1, keepdims=True) + jnp.log(params.min_p)[:, None], x, -jnp.inf)

@@ -5,8 +5,10 @@ What a user types is text: where a message holds the spelling of a special token
 as plain characters and never becomes the control token. Only raw prompts (no chat template) are taken at their word.
 """
 
+import json
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import tokenizers
 import transformers
 
 _PRIVATE_USE = 0xF0000  # first code point of a plane that no text uses
+_MARK = "\U0010fffd"  # the last code point of another
 
 
 class Tokenizer:
@@ -26,11 +29,12 @@ class Tokenizer:
     def __init__(self, hf: transformers.PreTrainedTokenizerFast):
         self._hf = hf
         self._backend: tokenizers.Tokenizer = hf.backend_tokenizer
-        # A second copy that takes special tokens' spellings as plain text: the switch is state of the object.
-        self._literal = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        self._literal.encode_special_tokens = True
         self._special = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
         spellings = sorted(self._special, key=len, reverse=True)
+        # A second copy, in which special tokens are spelled as nobody can type them: what is typed is plain text.
+        secret = secrets.token_hex(8)
+        self._secret = {spelling: f"{_MARK}{secret}-{i}{_MARK}" for i, spelling in enumerate(spellings)}
+        self._literal = _rename(self._backend, self._secret)
         self._find_special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
     @classmethod
@@ -79,6 +83,9 @@ class Tokenizer:
             raise ValueError("the conversation has no messages")
         if not self.has_chat_template:
             raise ValueError("the checkpoint has no chat template; send a text without one (do_preprocess=False)")
+        for i, message in enumerate(plain):
+            if self._find_special and self._find_special.search(message["role"]):
+                raise ValueError(f"message {i} has role {message['role']!r}; a role may not hold a special token")
         typed = self._find_special and any(self._find_special.search(m["content"]) for m in plain)
         stand_ins = self._stand_ins(plain) if typed else {}
         for message in plain:
@@ -105,20 +112,30 @@ class Tokenizer:
         """Encode a rendered conversation: special tokens that the template wrote are tokens; stand-ins become the
         spelling that the user typed."""
         assert self._find_special is not None
-        table = str.maketrans(dict(literal))
-        ids: list[int] = []
-        at = 0
-        for match in self._find_special.finditer(text):
-            ids += _ids(self._literal, text[at : match.start()].translate(table))
-            ids.append(self._special[match.group()])
-            at = match.end()
-        return ids + _ids(self._literal, text[at:].translate(table))
+        text = self._find_special.sub(lambda match: self._secret[match.group()], text)
+        return _ids(self._literal, text.translate(str.maketrans(dict(literal))))
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
     # Not encode(): that holds the interpreter's lock, and a text of megabytes would stop the engine for seconds.
     [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return encoding.ids
+
+
+def _rename(tokenizer: tokenizers.Tokenizer, names: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """A copy in which the tokens `names` are spelled as its values say; it adds no special tokens."""
+    spec = json.loads(tokenizer.to_str())
+    model = spec["model"]
+    for token in spec["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
+    else:  # Unigram: pieces with their scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    spec["post_processor"] = None
+    return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, str]:

@@ -4,21 +4,16 @@ import importlib.util
 import os
 from pathlib import Path
 
-# Before JAX is imported. Virtual devices stand in for GPUs. Programs are compiled without optimization, which takes a
-# fifth of the time and changes no arithmetic (`make demo` runs optimized ones), and kept for the next run of the tests.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_use_fusion_emitters=false",
-    ]
-)
+# Before JAX is imported. Virtual devices stand in for GPUs; programs are kept for the next run of the tests.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-programs"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import pytest
+from support.compiling import compile_quickly
+
+compile_quickly()
 
 
 @pytest.fixture(scope="session")
