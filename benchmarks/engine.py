@@ -146,6 +146,11 @@ def measure(engine: Engine, concurrency: int, inputs: int, outputs: int, request
     }
 
 
+def _shown(words: list[str]) -> str:
+    """The command line without folders: they are this machine's own."""
+    return " ".join(Path(word).name if "/" in word else word for word in words)
+
+
 def main() -> None:
     """Parse the command line, measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -197,7 +202,7 @@ def main() -> None:
         "devices": args.tp,
         "versions": {"pallasite": pallasite.__version__, "jax": jax.__version__, "python": sys.version.split()[0]},
         "date": datetime.date.today().isoformat(),
-        "command": "python benchmarks/engine.py " + " ".join(sys.argv[1:]),
+        "command": "python benchmarks/engine.py " + _shown(sys.argv[1:]),
         "start_seconds": round(ready, 1),
         "compilations_while_serving": stats.compilations,
         "figures": rows,

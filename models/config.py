@@ -66,7 +66,8 @@ class ModelConfig:
                 raise ValueError(f"config: {name} is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"config: num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+                f"config: num_attention_heads {self.num_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"config: head_dim is {self.head_dim}; rotary embeddings need an even number")
@@ -103,7 +104,7 @@ def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def read_dtype(raw: Mapping[str, Any]) -> str:
-    """The parameters' dtype, from either spelling ("dtype" of transformers 5, "torch_dtype" of 4); float32 if absent."""
+    """Parameters' dtype, from either spelling ("dtype" of transformers 5, "torch_dtype" of 4); float32 if absent."""
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"config.json: dtype is {name!r}; it must be float32, float16 or bfloat16")

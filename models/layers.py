@@ -108,5 +108,7 @@ class Head(nnx.Module):
 
 
 def _times_transposed(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [T, K] times the transpose of w [N, K], as (w @ x.T).T: float32 [T, N]."""
-    return jnp.einsum("nk,tk->nt", w, x, preferred_element_type=jnp.float32).T
+    """x [T, K] times the transpose of w [N, K], computed as (w @ x.T).T: float32 [T, N]."""
+    product = jnp.einsum("nk,tk->nt", w, x, preferred_element_type=jnp.float32)
+    # Without the barrier XLA's CPU compiler turns the transposed product back into the slower x @ w.T.
+    return jax.lax.platform_dependent(product, cpu=lambda y: jax.lax.optimization_barrier(y).T, default=jnp.transpose)

@@ -51,7 +51,7 @@ class PagePool:
         return len(self._hash_of)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages for one holder, evicting cached ones as needed; None (and nothing taken) if there are too few."""
+        """`count` pages for one holder, evicting cached ones as needed; None (and none taken) if there are too few."""
         if count > self.available:
             return None
         taken = []

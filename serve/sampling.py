@@ -54,8 +54,8 @@ def _largest_key(keys: jax.Array, weights: jax.Array, needed: jax.Array) -> jax.
 
 
 def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Keep each row's top_k largest logits (0 or below: all), then of these the smallest set of most likely tokens whose
-    probability reaches top_p (Holtzman et al. 2020, section 3.1); the rest become -inf.
+    """Keep each row's top_k largest logits (0 or below: all), then of these the smallest set of most likely tokens
+    whose probability reaches top_p (Holtzman et al. 2020, section 3.1); the rest become -inf.
 
     logits float32 [B, V], top_k int32 [B], top_p float32 [B].
     """
@@ -138,9 +138,9 @@ def sample(
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw(x: jax.Array) -> jax.Array:
+        # Logits divided by a smaller temperature might overflow.
         temperature = jnp.where(params.temperature > 0, jnp.maximum(params.temperature, _TINY), 1.0)
-        # From the largest down: the largest itself, divided by a small temperature, might overflow.
-        x = (x - x.max(axis=-1, keepdims=True)) / temperature[:, None]
+        x = x / temperature[:, None]
         x = filter_logits(x, params.top_k, params.top_p)
         # p >= min_p * p_max, in logarithms; min_p 0 keeps all.
         x = jnp.where(x >= x.max(axis=-1, keepdims=True) + jnp.log(params.min_p)[:, None], x, -jnp.inf)

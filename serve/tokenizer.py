@@ -29,8 +29,7 @@ class Tokenizer:
     def __init__(self, hf: transformers.PreTrainedTokenizerFast):
         self._hf = hf
         self._backend: tokenizers.Tokenizer = hf.backend_tokenizer
-        self._special = {t.content: i for i, t in hf.added_tokens_decoder.items() if t.special}
-        spellings = sorted(self._special, key=len, reverse=True)
+        spellings = sorted((t.content for t in hf.added_tokens_decoder.values() if t.special), key=len, reverse=True)
         # A second copy, in which special tokens are spelled as nobody can type them: what is typed is plain text.
         secret = secrets.token_hex(8)
         self._secret = {spelling: f"{_MARK}{secret}-{i}{_MARK}" for i, spelling in enumerate(spellings)}
@@ -39,7 +38,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer | None":
-        """The tokenizer whose files stand in `folder`; None if there are none. Raises ValueError if they can't be used."""
+        """The tokenizer whose files stand in `folder`; None if there are none. ValueError if they can't be used."""
         if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
             return None
         try:
@@ -106,14 +105,15 @@ class Tokenizer:
         """For each special token's spelling a character that no message holds."""
         used = set().union(*(m["content"] for m in messages))
         free = (chr(c) for c in range(_PRIVATE_USE, _PRIVATE_USE + 0xFFFE) if chr(c) not in used)
-        return dict(zip(sorted(self._special, key=len, reverse=True), free, strict=False))
+        return dict(zip(self._secret, free, strict=False))
 
     def _encode_rendered(self, text: str, literal: Mapping[str, str]) -> list[int]:
         """Encode a rendered conversation: special tokens that the template wrote are tokens; stand-ins become the
         spelling that the user typed."""
         assert self._find_special is not None
         text = self._find_special.sub(lambda match: self._secret[match.group()], text)
-        return _ids(self._literal, text.translate(str.maketrans(dict(literal))))
+        table: dict[str, str | int | None] = {**literal}
+        return _ids(self._literal, text.translate(str.maketrans(table)))
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:

@@ -7,12 +7,15 @@ block (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax")
 gathering whole page tables would cost memory in proportion to the longest context allowed.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-BLOCK_TOKENS = 256
-"""Keys that one loop step looks at. Larger blocks waste work on short contexts, smaller ones pay more loop overhead."""
+BLOCK_TOKENS_CPU, BLOCK_TOKENS = 128, 512
+"""Keys that one loop step looks at. Larger blocks waste work on short contexts, smaller ones pay more loop overhead:
+on a GPU the host decides after each step whether another follows."""
 
 
 def write_pages(pages: jax.Array, new: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> jax.Array:
@@ -39,10 +42,28 @@ def paged_attention(
     that the row may see (0 for a padding row, whose output is zero). Scores are scaled by head_dim ** -0.5; softmax
     and accumulation are float32. Returns [R, Q, heads, head_dim] in q's dtype.
     """
+    arguments = (q, k_pages, v_pages, page_tables, positions, lengths)
+    return lax.platform_dependent(
+        *arguments,
+        cpu=functools.partial(_attend, block_tokens=BLOCK_TOKENS_CPU),
+        default=functools.partial(_attend, block_tokens=BLOCK_TOKENS),
+    )
+
+
+def _attend(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_tables: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    *,
+    block_tokens: int,
+) -> jax.Array:
     r, nq, heads, dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     group = heads // kv_heads
-    per_block = max(1, min(BLOCK_TOKENS // page_size, page_tables.shape[1]))
+    per_block = max(1, min(block_tokens // page_size, page_tables.shape[1]))
     span = per_block * page_size
     # Padding the table with page 0 keeps the last, partial block's slice inside the table.
     page_tables = jnp.pad(page_tables, ((0, 0), (0, -page_tables.shape[1] % per_block)))
@@ -51,8 +72,11 @@ def paged_attention(
     limits = jnp.minimum(positions, lengths[:, None] - 1)  # [R, Q], last key position that the query sees
 
     def gather(pages: jax.Array, ids: jax.Array) -> jax.Array:
-        block = pages[ids]  # [R, per_block, kv_heads, page_size, head_dim]
-        return block.swapaxes(1, 2).reshape(r, kv_heads, span, dim)
+        # Indexed as [pages * kv_heads] so that the heads come out in front of the pages: no transposed copy.
+        rows = ids[:, None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+        flat = pages.reshape(-1, page_size, dim)
+        block = flat.at[rows].get(mode="promise_in_bounds")  # [R, kv_heads, per_block, page_size, head_dim]
+        return block.reshape(r, kv_heads, span, dim)
 
     def step(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         best, total, acc = carry  # [R, kv_heads, group * Q, 1], same, [R, kv_heads, group * Q, head_dim]
@@ -61,7 +85,7 @@ def paged_attention(
         seen = keys <= limits[..., None]  # [R, Q, span]
         mask = jnp.broadcast_to(seen[:, None, None], (r, kv_heads, group, nq, span)).reshape(r, kv_heads, -1, span)
         k = gather(k_pages, ids)
-        # A freed page may hold anything, NaN included, and 0 * NaN is NaN: unseen values are cleared, not just weighed 0.
+        # A freed page may hold anything, NaN included, and 0 * NaN is NaN: unseen values are cleared, not weighed 0.
         live = keys < lengths[:, None]  # [R, span]
         v = jnp.where(live[:, None, :, None], gather(v_pages, ids), 0)
         scores = jnp.einsum("rkqd,rksd->rkqs", qt, k, preferred_element_type=jnp.float32) * dim**-0.5

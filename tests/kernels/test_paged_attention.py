@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallasite.kernels.paged_attention import paged_attention, write_pages
-from pallasite.kernels.paged_attention.reference import BLOCK_TOKENS
+from pallasite.kernels.paged_attention.reference import BLOCK_TOKENS_CPU
 
 DIM = 8
 
@@ -80,13 +80,13 @@ def test_prefill_rows_are_causal(page_size):
 
 
 def test_contexts_longer_than_one_block_of_keys():
-    lengths = [BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS + 5]
+    lengths = [BLOCK_TOKENS_CPU - 1, BLOCK_TOKENS_CPU, BLOCK_TOKENS_CPU + 1, 3 * BLOCK_TOKENS_CPU + 5]
     pool = Pool(lengths, 64)
     pool.check(queries(4, 1, 4), np.asarray(lengths, np.int32)[:, None] - 1)
 
 
 def test_a_table_wider_than_a_block_and_no_multiple_of_it():
-    pool = Pool([300, 17], 16, max_pages=21)  # 16 pages are one block
+    pool = Pool([300, 17], 16, max_pages=21)  # 8 pages are one block
     pool.check(queries(2, 1, 2), np.asarray([[299], [16]], np.int32))
 
 

@@ -45,7 +45,7 @@ def test_defaults():
     assert config.rms_norm_eps == 1e-6
     assert config.rope == RopeConfig(theta=10000.0, original_max_position=512)
     assert config.dtype == "float32"
-    assert not (config.tie_word_embeddings or config.qkv_bias or config.out_bias or config.mlp_bias)
+    assert not any([config.tie_word_embeddings, config.qkv_bias, config.out_bias, config.mlp_bias])
     assert config.bos_token_id is None
     assert config.eos_token_ids == ()
 

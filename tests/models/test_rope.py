@@ -17,7 +17,7 @@ def frequencies(theta: float, dim: int) -> np.ndarray:
 
 
 def llama3_frequency(frequency: float, rope: RopeConfig) -> float:
-    """One frequency at a time, as the release of Llama 3.1 describes it: how many of its waves fit in the trained length?"""
+    """One frequency at a time, as Llama 3.1 brought it: by how many of its waves fit in the trained length."""
     waves = rope.original_max_position * frequency / (2 * np.pi)
     if waves < rope.low_freq_factor:
         return frequency / rope.factor

@@ -10,7 +10,17 @@ from pallasite.serve.detokenizer import CONTEXT_TOKENS, MAX_HELD_TOKENS, AnswerT
 from pallasite.serve.tokenizer import Tokenizer
 
 CHARACTERS = ["聪", "👨‍👩‍👧‍👦", "🇨🇳", "e\u0301", "𠮷", "naïve 聪明 👍🏽!", "\ufffd", "a\u200db", "한국어 텍스트"]
-SPACES = ["a    b", "\tx", " leading", "\n\n  indented", "Hello world", "  ", "\n", " a ", "def f():\n    return 1\n\n\tx = 2\n"]
+SPACES = [
+    "a    b",
+    "\tx",
+    " leading",
+    "\n\n  indented",
+    "Hello world",
+    "  ",
+    "\n",
+    " a ",
+    "def f():\n    return 1\n\n\tx = 2\n",
+]
 PROMPTS = ["", "Hello", "Say:", "聪明", "a ", "The quick brown fox jumps over the lazy dog"]
 
 
@@ -84,7 +94,7 @@ def test_b03_spaces_are_kept(tokenizer, text, prompt):
 
 
 def test_b03_a_first_token_with_a_space_in_front(tokenizer):
-    """The piece ▁the after "Hello" is " the"; after a chat's header, where a piece's space stands for nothing, it is kept."""
+    """The piece ▁the after "Hello" is " the", and after a chat's header as well."""
     [*_, the] = tokenizer.encode("Hello the", add_special_tokens=False)
     prompt = tokenizer.encode("Hello", add_special_tokens=False)
     assert stream(tokenizer, prompt, [the])[0] == " the"
@@ -96,6 +106,8 @@ def test_a_prompt_cut_inside_a_character_is_no_context(of_bytes):
     half = of_bytes.encode("聪", add_special_tokens=False)
     assert len(half) == 3
     assert "".join(stream(of_bytes, half[:2], of_bytes.encode("ab"))) == "ab"
+    # The rest of the character is none on its own; nothing is swallowed.
+    assert "".join(stream(of_bytes, half[:2], [half[2], *of_bytes.encode("ab")])) == "\ufffdab"
 
 
 def test_special_tokens_are_skipped_or_shown(tokenizer):
@@ -175,7 +187,9 @@ def test_b05_stop_words_across_token_borders(words, chunks, expected):
     assert stop(words, chunks) == (expected, True)
 
 
-@pytest.mark.parametrize(("words", "chunks"), [(["DEFGHIJ"], ["DEF", "G", "HI", "K"]), (["\n\n"], ["a\n", "b\n"]), ([], ["x"])])
+@pytest.mark.parametrize(
+    ("words", "chunks"), [(["DEFGHIJ"], ["DEF", "G", "HI", "K"]), (["\n\n"], ["a\n", "b\n"]), ([], ["x"])]
+)
 def test_b05_what_only_began_like_a_stop_word_is_let_go(words, chunks):
     assert stop(words, chunks) == ("".join(chunks), False)
 
@@ -210,7 +224,9 @@ def test_b05_the_result_does_not_depend_on_where_tokens_end(seed):
         assert stop(words, chunks) == expected
 
 
-def answer(tokenizer: Tokenizer, prompt: str, text: str, words: list[str], include=False, min_tokens=0) -> tuple[str, bool]:
+def answer(
+    tokenizer: Tokenizer, prompt: str, text: str, words: list[str], include=False, min_tokens=0
+) -> tuple[str, bool]:
     """AnswerText over the tokens of a text."""
     before = tokenizer.encode(prompt, add_special_tokens=False)
     stream = AnswerText(Detokenizer(tokenizer, before, True), StopWords(words, include))
