@@ -196,7 +196,7 @@ def main() -> None:
     engine.close()
     device = jax.devices()[0]
     report = {
-        "what": args.model and Path(args.model).name or f"{args.shape}, random weights, {args.quant}",
+        "what": (args.model and Path(args.model).name) or f"{args.shape}, random weights, {args.quant}",
         "dtype": str(engine.model.cache.dtype),
         "device": device.device_kind,
         "devices": args.tp,

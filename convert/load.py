@@ -66,7 +66,8 @@ def _int4_layouts(source: Source, sizes: PaddedSizes) -> tuple[dict[str, Int4Lay
     """For each layer the matrices that stay INT4 in memory, with the group size that they get there.
 
     A group may not straddle shards, nor may one end ragged; both are mended exactly by repeating scales over smaller
-    groups. Parts of a fused matrix share the smallest group size; where a part is not INT4 the matrix is floating point.
+    groups. Parts of a fused matrix share the smallest group size; where a part is not INT4 the matrix is floating
+    point.
     """
     config, groups = source.info.config, source.info.group_sizes
     layouts = []
@@ -86,7 +87,7 @@ def _int4_layouts(source: Source, sizes: PaddedSizes) -> tuple[dict[str, Int4Lay
 
 
 class _Reader:
-    """Fills the decoder's parameters from a source; keeps the parts of the last INT4 matrix, which three arrays share."""
+    """Fills the decoder's parameters from a source; keeps the last INT4 matrix's parts, which three arrays share."""
 
     def __init__(self, source: Source, sizes: PaddedSizes, dtype: Any, int4: tuple[Mapping[str, Int4Layout], ...]):
         self.source, self.sizes, self.dtype, self.int4 = source, sizes, dtype, int4

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3"]
 
@@ -125,14 +125,13 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     """
     scaling = dict(raw.get("rope_scaling") or {})
     scaling |= {k: v for k, v in (raw.get("rope_parameters") or {}).items() if v is not None}
-    kinds = {scaling[k] for k in ("type", "rope_type") if scaling.get(k) is not None}
+    kinds: set[Any] = {scaling[k] for k in ("type", "rope_type") if scaling.get(k) is not None}
     if len(kinds) > 1:
         raise ValueError(f"config.json: rope scaling names two kinds, {sorted(kinds)}")
-    kind = kinds.pop() if kinds else "default"
-    if kind not in ("default", "linear", "dynamic", "llama3"):
-        raise ValueError(
-            f"config.json: rope scaling {kind!r} is not supported; known: default, linear, dynamic, llama3"
-        )
+    kind: Any = kinds.pop() if kinds else "default"
+    if kind not in get_args(RopeKind):
+        known = ", ".join(get_args(RopeKind))
+        raise ValueError(f"config.json: rope scaling {kind!r} is not supported; known: {known}")
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     max_position = read_size(raw, "max_position_embeddings")
     if kind == "default":

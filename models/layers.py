@@ -18,7 +18,7 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Int4Layout:
-    """How a Linear's INT4 weight stands in memory: packed int32 [K/8, N], scale and offset float32 [K/group_size, N]."""
+    """A Linear's INT4 weight in memory: packed int32 [K/8, N], scale and offset float32 [K/group_size, N]."""
 
     group_size: int
 

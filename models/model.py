@@ -65,7 +65,8 @@ class Model:
         return sum(leaf.nbytes for leaf in self.leaves)
 
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]
+"""A parameter's place in the module: attribute names and list indices."""
 
 
 def materialize(
@@ -84,9 +85,8 @@ def materialize(
         abstract = variable.get_value()
         value = make(path, abstract)
         if value.shape != abstract.shape or value.dtype != abstract.dtype:
-            raise ValueError(
-                f"parameter {'.'.join(map(str, path))}: got {value.dtype}{value.shape}, need {abstract.dtype}{abstract.shape}"
-            )
+            name = ".".join(map(str, path))
+            raise ValueError(f"parameter {name}: got {value.dtype}{value.shape}, need {abstract.dtype}{abstract.shape}")
         axes = variable.get_metadata()["axes"]
         leaves.append(jax.device_put(value, sharding(mesh, axes)))
         specs.append(spec(axes))

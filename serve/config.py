@@ -15,11 +15,12 @@ class EngineConfig:
     session_len: longest sequence, prompt and answer, in tokens (default: the model's own). max_batch_size: sequences
     decoded at once (default 128 on GPU, 16 on CPU). tp: devices that share the model. dtype: "auto", "float32",
     "bfloat16" (auto: bfloat16 on GPU, float32 on CPU). model_format: "auto", or the format that the source must have
-    ("hf", "gguf", "pallasite"). cache_max_entry_count: a float in (0, 1) is the share of free device memory for the KV
-    pool, an int a number of pages; on CPU a share is cut to 1 GiB. cache_block_seq_len: page size in tokens, a
-    multiple of 16 in 16..128. enable_prefix_caching: reuse the pages of prompts that start alike. max_prefill_token_num:
-    tokens of a prefill step; longer prompts are cut into chunks (default 2048 on GPU, 256 on CPU). quant_policy: 0, KV
-    pages in the compute dtype. device: "auto", "cpu", "gpu". max_queue_size: requests that may wait for a place.
+    ("hf", "gguf", "pallasite"). cache_max_entry_count: a float in (0, 1) is the share of free device memory for the
+    KV pool, an int a number of pages; on CPU a share is cut to 1 GiB. cache_block_seq_len: page size in tokens, a
+    multiple of 16 in 16..128. enable_prefix_caching: reuse the pages of prompts that start alike.
+    max_prefill_token_num: tokens of a prefill step; longer prompts are cut into chunks (default 2048 on GPU, 256 on
+    CPU). quant_policy: 0, KV pages in the compute dtype. device: "auto", "cpu", "gpu". max_queue_size: requests that
+    may wait for a place.
     """
 
     session_len: int | None = None
@@ -56,7 +57,7 @@ class EngineConfig:
             )
         if self.max_prefill_token_num is not None and self.max_prefill_token_num % BLOCK:
             raise ValueError(f"max_prefill_token_num is {self.max_prefill_token_num}; it must be a multiple of {BLOCK}")
-        if self.quant_policy != 0:
+        if self.quant_policy != 0 or isinstance(self.quant_policy, bool):
             raise ValueError(
                 f"quant_policy is {self.quant_policy!r}; only 0 (KV pages in the compute dtype) is supported"
             )

@@ -147,8 +147,8 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Stop the thread, answer all open requests with an error, free the device memory. May be called twice, and from
-        any thread but the engine's."""
+        """Stop the thread, answer all open requests with an error, free the device memory. May be called twice, and
+        from any thread but the engine's."""
         with self._lock:
             self._closing = True
             self._lock.notify_all()
@@ -213,8 +213,8 @@ class Engine:
             self._sequences[request.id] = seq
             self.scheduler.add(seq)
         for request_id in cancels:
-            if seq := self._sequences.get(request_id):
-                self._finish(seq, "abort")
+            if open_seq := self._sequences.get(request_id):
+                self._finish(open_seq, "abort")
         return True
 
     def _turn(self) -> None:
@@ -250,7 +250,7 @@ class Engine:
         try:
             rows, edits, steps = self.scheduler.next_decode(steps, may_preempt=not self._flight)
         except PagesShort:
-            # Sequences that end in the launches under way may free a page; and to preempt one, its tokens must be known.
+            # Sequences that end in the launches under way may free a page; to preempt one, its tokens must be known.
             while self._flight:
                 self._read_oldest()
             self.scheduler.admit()
@@ -297,7 +297,9 @@ class Engine:
         request, config = seq.request, seq.request.config
         kept: list[int] = []
         kept_logprobs: list[TokenLogprob] = []
-        text, reason, error = "", None, None
+        text = ""
+        reason: FinishReason | None = None
+        error: str | None = None
         for token, logprob in zip(tokens, logprobs, strict=True):
             if token == NOTHING:
                 break
@@ -375,8 +377,12 @@ class Engine:
 
 
 def _logprob(result, step: int, row: int, count: int) -> TokenLogprob:
-    top = zip(result.top_ids[step, row, :count].tolist(), result.top_logprobs[step, row, :count].tolist(), strict=True)
-    return TokenLogprob(int(result.tokens[step, row]), float(result.logprobs[step, row]), tuple(top))
+    pairs = zip(
+        result.top_ids[step, row, :count].tolist(), result.top_logprobs[step, row, :count].tolist(), strict=True
+    )
+    # A vocabulary smaller than `count` fills up with -inf.
+    top = tuple((token, logprob) for token, logprob in pairs if logprob > -np.inf)
+    return TokenLogprob(int(result.tokens[step, row]), float(result.logprobs[step, row]), top)
 
 
 def _close_at_exit(engine: Engine) -> Callable[[], None]:

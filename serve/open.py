@@ -61,7 +61,7 @@ def open_frontend(
 def enable_compilation_cache() -> None:
     """Keep compiled programs on disk, so that the next start is quick. A directory set by the user (JAX's own option or
     environment variable) stays; else it is pallasite's in the user's cache folder."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(base / "pallasite" / "programs"))
         # A program compiled before this line would have switched the cache off for good.

@@ -95,8 +95,8 @@ class _Call:
         self.answers: dict[Key, _Answer] = {}
 
     def submit(self, index: int, prompt: Prompt, config: GenerationConfig, do_preprocess: bool, alone: bool) -> None:
-        """Queue a prompt's requests. A prompt that can't be served raises ValueError if it is alone, else it is answered
-        with finish_reason "error"."""
+        """Queue a prompt's requests. A prompt that can't be served raises ValueError if it is alone, else it is
+        answered with finish_reason "error"."""
         try:
             requests = self.frontend.requests(
                 prompt, config, lambda choice, output: self.put(((index, choice), output)), do_preprocess=do_preprocess
@@ -159,11 +159,13 @@ class Pipeline:
         """
         many, alone = _as_list(prompts)
         configs = _configs(gen_config, len(many))
-        with tqdm(total=sum(c.n for c in configs), desc="answers", disable=not use_tqdm) as bar:
-            with self._blocking(many, configs, do_preprocess, alone) as (call, outputs):
-                for key, output in outputs:
-                    call.answers[key].add(output)
-                    bar.update(output.finish_reason is not None)
+        with (
+            tqdm(total=sum(c.n for c in configs), desc="answers", disable=not use_tqdm) as bar,
+            self._blocking(many, configs, do_preprocess, alone) as (call, outputs),
+        ):
+            for key, output in outputs:
+                call.answers[key].add(output)
+                bar.update(output.finish_reason is not None)
         return _gather(call, alone)
 
     def generate(

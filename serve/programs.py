@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import jax
@@ -119,7 +120,7 @@ class Programs:
         workers = max(1, min(len(jobs), os.cpu_count() or 1))
         with concurrent.futures.ThreadPoolExecutor(workers, "compile") as pool:
             # Longest first, so that the threads end together.
-            futures = {pool.submit(lambda job: job().compile(compiler_options=COMPILER_OPTIONS), job): name for name, job in jobs.items()}
+            futures = {pool.submit(_compile, job): name for name, job in jobs.items()}
             progress(0, len(jobs))
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 self._programs[futures[future]] = future.result()
@@ -256,7 +257,12 @@ def read(sampled: Sampled, logprobs: bool) -> Sampled:
     """The results on the host, waiting for them; log-probabilities only where they are wanted."""
     if logprobs:
         return jax.tree.map(np.asarray, sampled)
-    return dataclasses.replace(sampled, tokens=np.asarray(sampled.tokens))
+    tokens: Any = np.asarray(sampled.tokens)
+    return dataclasses.replace(sampled, tokens=tokens)
+
+
+def _compile(lower: Callable[[], Any]) -> Any:
+    return lower().compile(compiler_options=COMPILER_OPTIONS)
 
 
 class CompileCounter:
@@ -271,10 +277,10 @@ class CompileCounter:
         """Count from now on, on the calling thread."""
         self._thread = threading.get_ident()
 
-    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration" and threading.get_ident() == self._thread:
             self.count += 1
-            log.warning("compilation while serving: %.2f s", duration)
+            log.warning("compilation while serving: %.2f s", duration_secs)
 
     def close(self) -> None:
         """Stop counting."""

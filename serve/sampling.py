@@ -93,7 +93,7 @@ def _suppress(logits: jax.Array, ids: jax.Array, active: jax.Array) -> jax.Array
 
 def _noise(seeds: jax.Array, positions: jax.Array, vocab: int) -> jax.Array:
     """Gumbel noise float32 [B, vocab]: MurmurHash3 (Appleby 2011, 32 bit) of (seed, position, token id), as a uniform
-    number, through -log(-log(u)). seeds uint32 [B], positions int32 [B]."""
+    number u, through -log(-log(u)). seeds uint32 [B], positions int32 [B]."""
     token_ids = jnp.arange(vocab, dtype=jnp.uint32)[None]
     h = jnp.zeros((1, 1), jnp.uint32)
     for word in (seeds[:, None], positions.astype(jnp.uint32)[:, None], token_ids):
@@ -103,9 +103,10 @@ def _noise(seeds: jax.Array, positions: jax.Array, vocab: int) -> jax.Array:
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     h ^= h >> 16
-    # 23 bits and a half, exact in float32: never 0 and never 1, whose logarithms would be infinite.
-    uniform = ((h >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
-    return -jnp.log(-jnp.log(uniform))
+    # The largest noises decide, those with u near 1: so it is 1 - u that is formed, where float32 keeps all 32 bits
+    # apart. It is never 0 and, cut below, never 1, whose logarithms would be infinite.
+    rest = jnp.minimum((h.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32), jnp.float32(1 - 2.0**-24))
+    return -jnp.log(-jnp.log1p(-rest))
 
 
 def _rotate_left(x: jax.Array, bits: int) -> jax.Array:
@@ -149,7 +150,7 @@ def sample(
 
     tokens = lax.cond((params.temperature > 0).any(), draw, lambda x: greedy, logits)
     # max carries NaN along, so one reduction finds NaN, +inf, and a row that is -inf throughout.
-    finite = jnp.isfinite(raw.max(axis=-1))
+    finite = jnp.isfinite(raw.max(axis=-1)) & (logits.max(axis=-1) > -jnp.inf)  # the second: not every id is forbidden
 
     def report(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         logprobs = jax.nn.log_softmax(x, axis=-1)

@@ -118,7 +118,7 @@ def unpack_params(params: jax.Array) -> SlotParams:
     floats = lax.bitcast_convert_type(params[:, : len(_FLOATS)], jnp.float32)
     ints = params[:, len(_FLOATS) : _SCALARS]
     return SlotParams(
-        *(floats[:, i] for i in range(len(_FLOATS))),
+        **{name: floats[:, i] for i, name in enumerate(_FLOATS)},
         top_k=ints[:, 0],
         seeds=lax.bitcast_convert_type(ints[:, 1], jnp.uint32),
         ends=ints[:, 2],

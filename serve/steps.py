@@ -221,10 +221,7 @@ def decode(
         return caches, tokens, positions, stopped, counts, results
 
     carry = (caches, state.tokens[ids], state.positions[ids], state.done[ids], state.output_counts, results)
-    if max_steps == 1:
-        carry = step(jnp.int32(0), carry)
-    else:
-        carry = lax.fori_loop(0, steps, step, carry)
+    carry = lax.fori_loop(0, steps, step, carry)
     caches, tokens, positions, done, counts, results = carry
     state = dataclasses.replace(
         state,

@@ -3,7 +3,8 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -65,8 +66,8 @@ class GenerationConfig:
         self._number("temperature", 0.0, 100.0)
         self._number("top_p", 0.0, 1.0, open_low=True)
         self._number("min_p", 0.0, 1.0)
-        # Anything above 0 is legal: below 1 it encourages repetition.
-        self._number("repetition_penalty", 0.0, 1e6, open_low=True)
+        # Below 1 it encourages repetition. The bounds keep products with a logit inside float32.
+        self._number("repetition_penalty", 1e-6, 1e6)
         self._number("presence_penalty", -100.0, 100.0)
         self._number("frequency_penalty", -100.0, 100.0)
         for name in ("do_sample", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
@@ -76,7 +77,7 @@ class GenerationConfig:
         self._words("bad_words", MAX_BAD_IDS)
         ids = self.stop_token_ids
         if ids is not None:
-            if isinstance(ids, str | bytes) or len(ids) > MAX_STOP_IDS:
+            if not isinstance(ids, list | tuple | np.ndarray) or len(ids) > MAX_STOP_IDS:
                 raise ValueError(f"stop_token_ids must be a list of at most {MAX_STOP_IDS} token ids")
             for i in ids:
                 if isinstance(i, bool) or not isinstance(i, int | np.integer) or i < 0:
@@ -98,7 +99,7 @@ class GenerationConfig:
         words = getattr(self, name)
         if words is None:
             return
-        if isinstance(words, str | bytes) or len(words) > most:
+        if not isinstance(words, list | tuple) or len(words) > most:
             raise ValueError(f"{name} must be a list of at most {most} texts")
         for word in words:
             if not isinstance(word, str) or not word:
@@ -182,9 +183,10 @@ class Sequence:
     """A request in the engine: its tokens and what it holds.
 
     tokens: prompt and all generated tokens that the host has read. end: total tokens at which it stops for length.
-    pages, slot: held on the device; known_pages: of them, those that the device's page table lists. prefilled: tokens whose K and V are written by launches made so far. position: the
-    place of the next token that decode will write, counting the launches in flight. order: arrival, for fairness.
-    reused: prompt tokens found in the prefix cache on admission. scored: parts of a scoring request's result.
+    order: arrival, for fairness. pages, slot: held on the device; known_pages: of them, those that the device's page
+    table lists. prefilled: tokens whose K and V are written by launches made so far. position: the place of the next
+    token that decode will write, counting the launches in flight. reused: prompt tokens found in the prefix cache on
+    admission. scored: parts of a scoring request's result.
     """
 
     request: Request
@@ -214,8 +216,8 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """The answer to one prompt, or a piece of it when streaming. index: the prompt's place in the list; choice: which of
-    its n answers."""
+    """The answer to one prompt, or a piece of it when streaming. index: the prompt's place in the list; choice: which
+    of its n answers."""
 
     text: str = ""
     generate_token_len: int = 0

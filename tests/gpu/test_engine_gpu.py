@@ -45,7 +45,8 @@ def test_a_batch_equals_each_alone():
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 320, int(rng.integers(1, 90))).tolist() for _ in range(8)]
     configs = [
-        GenerationConfig(max_new_tokens=20, ignore_eos=True, do_sample=i % 2 == 1, random_seed=i, top_p=0.9) for i in range(8)
+        GenerationConfig(max_new_tokens=20, ignore_eos=True, do_sample=i % 2 == 1, random_seed=i, top_p=0.9)
+        for i in range(8)
     ]
     with pipeline(GOLDEN / "llama-tied-tiny", EngineConfig(dtype="float32", **SMALL), progress=False) as pipe:
         alone = [pipe.generate(p, c).token_ids for p, c in zip(prompts, configs, strict=True)]

@@ -112,7 +112,7 @@ def test_smollm2_loss(smollm2):
 
 
 def test_smollm2_int4_loss(smollm2_gguf, tmp_path, record_property):
-    """Our own INT4 of the dequantized model loads, answers, and loses little; the figures are in docs/performance.md."""
+    """Our own INT4 of the dequantized model loads, answers, and loses little (docs/performance.md)."""
     path = tmp_path / "int4"
     manifest = convert(smollm2_gguf, path, quantize="int4", group_size=64, progress=False)
     assert manifest["quantization"]["method"] == "rtn"

@@ -238,7 +238,7 @@ def test_five_hundred_mixed_requests_with_random_cancels(tight):
 
 
 def test_a_long_prompt_does_not_stop_the_others():
-    """While a prompt of many chunks is prefilled, a running stream goes on and a short newcomer gets its first token."""
+    """While a prompt of many chunks is prefilled, a stream goes on and a short newcomer gets its first token."""
     engine = hand_engine(session_len=512, max_prefill_token_num=64, enable_prefix_caching=False)
     times: dict[str, list[int]] = {"stream": [], "long": [], "short": []}
     step = iter(range(10**9))
@@ -269,10 +269,9 @@ def test_a_long_prompt_ends_under_a_flow_of_short_ones(engine):
 
 def test_full_queue_refuses_and_waits():
     engine = hand_engine(max_batch_size=1, max_queue_size=2)
-    inboxes = []
+    inboxes = [ask(engine, [1] * 10, max_new_tokens=200) for _ in range(2)]
     with pytest.raises(QueueFull, match="the limit of max_queue_size"):
-        for _ in range(200):
-            inboxes.append(ask(engine, [1] * 10, max_new_tokens=200))
+        inboxes += [ask(engine, [1] * 10, max_new_tokens=200) for _ in range(200)]
     for inbox in inboxes:
         assert inbox.result().finish_reason == "length"
     engine.close()

@@ -179,13 +179,13 @@ class TestNoise:
         assert stats.kstest(noise, "gumbel_r").pvalue > 1e-3
 
     def test_the_extreme_hashes_give_finite_noise(self):
-        """Words that hash to the ends of the range, and to where the hash's last 9 bits are dropped."""
-        seeds, positions, tokens = _words_that_hash_to(np.asarray([0, 2**32 - 1, 2**31, 511, 512, 2**32 - 512]))
+        """Words that hash to the ends of the range; where the noise is large, neighbouring hashes stay apart."""
+        seeds, positions, tokens = _words_that_hash_to(np.asarray([0, 2**32 - 1, 2**31, 1, 2, 2**32 - 512]))
         noise = np.concatenate([_noise_at(s, p, t) for s, p, t in zip(seeds, positions, tokens, strict=True)])
         assert np.isfinite(noise).all()
-        assert noise.min() == pytest.approx(-np.log(24 * np.log(2)), rel=1e-5)  # u = 2 ** -24
-        assert noise.max() == pytest.approx(24 * np.log(2), rel=1e-5)  # u = 1 - 2 ** -24
-        assert noise[0] == noise[3] < noise[4]
+        assert noise.min() == noise[1] == pytest.approx(-np.log(24 * np.log(2)), rel=1e-5)  # u = 2 ** -24
+        assert noise.max() == noise[0] == pytest.approx(33 * np.log(2), rel=1e-5)  # u = 1 - 2 ** -33
+        assert noise[0] > noise[3] > noise[4]
 
 
 MASK = 2**32 - 1

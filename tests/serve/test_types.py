@@ -31,7 +31,7 @@ NUMBERS = {
     "temperature": (0.0, 100.0, False),
     "top_p": (0.0, 1.0, True),
     "min_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.0, 1e6, True),
+    "repetition_penalty": (1e-6, 1e6, False),
     "presence_penalty": (-100.0, 100.0, False),
     "frequency_penalty": (-100.0, 100.0, False),
 }
@@ -120,7 +120,7 @@ def test_numbers(name, bounds):
 
 @pytest.mark.parametrize("value", [0, -1, -2.0, None])
 def test_c01_repetition_penalty_of_zero_or_below_is_refused(value):
-    refused(GenerationConfig, "repetition_penalty", value, "(0, 1e+06]")
+    refused(GenerationConfig, "repetition_penalty", value, "[1e-06, 1e+06]")
 
 
 @pytest.mark.parametrize("value", [1e-6, 0.5, 1e6])

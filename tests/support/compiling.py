@@ -1,4 +1,7 @@
-"""How the tests compile: tiny models without optimization, which takes a fifth of the time and changes no arithmetic."""
+"""How the tests compile: tiny models without optimization, which takes a fifth of the time.
+
+It changes no arithmetic that a test could notice.
+"""
 
 import contextlib
 from collections.abc import Iterator
