@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -72,8 +72,10 @@ class Frontend:
         *,
         do_preprocess: bool = True,
         request_id: str | None = None,
+        score: Literal["logits", "nll"] | None = None,
     ) -> list[Request]:
         """config.n requests for one prompt, ready for Engine.submit; emit gets (choice, output) on the engine's thread.
+        score: see Request.score.
 
         Raises ValueError, naming value and limit, for a prompt or a config that can't be served.
         """
@@ -97,7 +99,8 @@ class Frontend:
                 stop_ids=stop_ids,
                 bad_ids=bad_ids,
                 seed=_fold(seed, choice),
-                text=self._text_stream(ids, config),
+                text=None if score else self._text_stream(ids, config),
+                score=score,
             )
             self.engine.check(request)
             requests.append(request)

@@ -217,14 +217,17 @@ class Pipeline:
     def _score(self, many: Sequence[Any], kind: Any) -> list[np.ndarray]:
         config = GenerationConfig(max_new_tokens=1)
         inbox: queue.SimpleQueue[tuple[int, StepOutput]] = queue.SimpleQueue()
-        requests = []
-        for i, ids in enumerate(many):
-            [request] = self.frontend.requests(ids, config, lambda _, output, i=i: inbox.put((i, output)))  # type: ignore[misc]
-            request = dataclasses.replace(request, score=kind, text=None)
-            self.frontend.engine.submit(request, wait=True)
-            requests.append(request)
+        requests: list[Request] = []
         found: dict[int, np.ndarray] = {}
+
+        def ask(i: int, ids: Any) -> Request:
+            [request] = self.frontend.requests(ids, config, lambda _, output: inbox.put((i, output)), score=kind)
+            return request
+
         try:
+            requests = [ask(i, ids) for i, ids in enumerate(many)]
+            for request in requests:
+                self.frontend.engine.submit(request, wait=True)
             while len(found) < len(many):
                 i, output = inbox.get()
                 if output.scores is None:
@@ -341,7 +344,11 @@ def _configs(gen_config: Configs, count: int) -> Sequence[GenerationConfig]:
     """One config for each prompt."""
     if gen_config is None:
         gen_config = GenerationConfig()
-    configs = [gen_config] * count if isinstance(gen_config, GenerationConfig) else list(gen_config)
+    if isinstance(gen_config, GenerationConfig):
+        return [gen_config] * count
+    if not isinstance(gen_config, Sequence):
+        raise ValueError(f"gen_config is a {type(gen_config).__name__}; it must be a GenerationConfig, or a list of them")
+    configs = list(gen_config)
     if len(configs) != count:
         raise ValueError(f"gen_config holds {len(configs)} configs for {count} prompts")
     for config in configs:
@@ -357,6 +364,8 @@ def _gather(call: _Call, alone: bool) -> Response | list[Response]:
 
 def _turn(prompt: Prompt, session: Session | None) -> tuple[Session, list[Any]]:
     session = session or Session()
+    if not isinstance(prompt, str) and not _is_messages(prompt):
+        raise ValueError(f"a turn is a text or a list of messages, got {prompt!r}")
     new = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return session, [*session.messages, *new]
 
