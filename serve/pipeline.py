@@ -335,7 +335,7 @@ def _as_list(prompts: Any) -> tuple[Sequence[Any], bool]:
 def _as_ids(input_ids: Any) -> Any:
     """input_ids, after a check that they are one or several lists of numbers."""
     for ids in input_ids if isinstance(input_ids, Sequence) else ():
-        if isinstance(ids, str | Mapping):
+        if isinstance(ids, str | Mapping) or _is_messages(ids):
             raise ValueError(f"input_ids holds {ids!r}; it must be a list of token ids, or a list of such lists")
     return input_ids
 
@@ -347,7 +347,9 @@ def _configs(gen_config: Configs, count: int) -> Sequence[GenerationConfig]:
     if isinstance(gen_config, GenerationConfig):
         return [gen_config] * count
     if not isinstance(gen_config, Sequence):
-        raise ValueError(f"gen_config is a {type(gen_config).__name__}; it must be a GenerationConfig, or a list of them")
+        raise ValueError(
+            f"gen_config is a {type(gen_config).__name__}; it must be a GenerationConfig, or a list of them"
+        )
     configs = list(gen_config)
     if len(configs) != count:
         raise ValueError(f"gen_config holds {len(configs)} configs for {count} prompts")

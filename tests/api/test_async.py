@@ -75,6 +75,11 @@ def test_the_loop_goes_on_meanwhile(pipe):
     assert asyncio.run(ask()) > 10
 
 
+async def read_all(stream) -> None:
+    async for _ in stream:
+        pass
+
+
 def generated(pipe) -> int:
     return pipe.frontend.engine.stats().generated_tokens
 
@@ -84,10 +89,8 @@ def test_a_cancelled_task_cancels_its_requests(pipe, call):
     before = generated(pipe)
 
     async def ask():
-        if call == "agenerate":
-            work = pipe.agenerate(["hello"] * 16, MANY)
-        else:
-            work = pipe.achat("hello", gen_config=MANY)
+        batch = call == "agenerate"
+        work = pipe.agenerate(["hello"] * 16, MANY) if batch else pipe.achat("hello", gen_config=MANY)
         task = asyncio.create_task(work)
         while generated(pipe) == before:
             await asyncio.sleep(0)
@@ -127,9 +130,7 @@ def test_an_abandoned_stream_is_cancelled(pipe, how):
                 break
         else:
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.02):
-                    async for _ in stream:
-                        pass
+                await asyncio.wait_for(read_all(stream), 0.02)
         del stream
         await asyncio.sleep(0)
         return await pipe.agenerate("a", SHORT)
@@ -155,7 +156,9 @@ def test_a_loop_that_ends_under_a_stream(pipe):
 
 def test_after_close(open_small):
     with open_small() as pipe:
-        assert asyncio.run(pipe.agenerate("hello", dataclasses.replace(SHORT, max_new_tokens=1))).generate_token_len == 1
+        assert (
+            asyncio.run(pipe.agenerate("hello", dataclasses.replace(SHORT, max_new_tokens=1))).generate_token_len == 1
+        )
 
     async def ask():
         for work in (pipe.agenerate("hello"), pipe.achat("hello"), anext(pipe.astream_infer("hello"))):

@@ -1,11 +1,12 @@
-"""A tiny Llama with random weights (tests/data/golden/llama-tied-tiny) and a real tokenizer: answers are noise, but they
-are the same noise every time, and every part that a real model passes through is passed through."""
+"""A tiny Llama with random weights (tests/data/golden/llama-tied-tiny) and a real tokenizer: answers are noise, but the
+same noise every time, and they pass through every part that a real model's answers pass through."""
 
 import shutil
 from pathlib import Path
 
-from support.small_tokenizers import TEXT, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from support.small_tokenizers import TEXT, save
 
 WEIGHTS = Path(__file__).parents[1] / "data" / "golden" / "llama-tied-tiny"
 """Without a tokenizer. 256 positions, 320 ids, end of sequence 2."""
