@@ -11,6 +11,7 @@ import atexit
 import dataclasses
 import itertools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -80,10 +81,12 @@ class Engine:
         self._cancels: set[str] = set()
         self._closing = False
         self._closed = False
+        self._process = os.getpid()
         self._failure: BaseException | None = None
         self._sequences: dict[str, Sequence] = {}
         self._order = itertools.count()
         self._flight: deque[Launch] = deque()
+        self._launching: list[Sequence] = []  # whose step is being launched: it may fail before it is in flight
         self._prefill_next = True
         self._step_seconds = LAUNCH_SECONDS
         self._last_ready = 0.0
@@ -100,6 +103,11 @@ class Engine:
         """Queue a request. Raises ValueError (naming value and limit) for one that can't be served, QueueFull where the
         queue has no place and wait is False, EngineClosed."""
         self.check(request)
+        if os.getpid() != self._process:  # a forked child has the memory, but neither the thread nor the device
+            raise EngineClosed(
+                f"the engine belongs to process {self._process}, and this is its child {os.getpid()}: "
+                "start worker processes with the spawn method, and open the model in the one that uses it"
+            )
         with self._lock:
             while wait and self._failure is None and not self._closing and self._queued() >= self.config.max_queue_size:
                 self._lock.wait()
@@ -226,6 +234,7 @@ class Engine:
     def _launch(self) -> bool:
         self.scheduler.admit()
         if chunk := self.scheduler.next_score():
+            self._launching = [chunk.seq]
             self._flight.append(self.programs.score(chunk))
             return True
         kinds = (self._launch_prefill, self._launch_decode)
@@ -236,6 +245,7 @@ class Engine:
         chunks = self.scheduler.next_chunks()
         if not chunks:
             return False
+        self._launching = [chunk.seq for chunk in chunks]
         for chunk in chunks:
             if chunk.final and has_penalty(chunk.seq):
                 self.programs.set_counts(chunk.seq)
@@ -257,6 +267,7 @@ class Engine:
             rows, edits, steps = self.scheduler.next_decode(steps, may_preempt=True)
         if not rows:
             return False
+        self._launching = rows
         self._flight.append(self.programs.decode(rows, edits, steps))
         self._prefill_next = True
         return True
@@ -361,11 +372,11 @@ class Engine:
         log.exception("a step failed; its requests end with an error")
         self._failed_steps += 1
         involved = {seq for launch in self._flight for seq in (*launch.rows, *(c.seq for c in launch.chunks))}
+        involved |= set(self._launching)
+        self._launching = []
         self._flight.clear()
         self._step_seconds = LAUNCH_SECONDS
         lost = self.scheduler.reset()
-        if not involved:  # it failed before it was launched: nobody knows which sequence is to blame
-            involved = set(lost)
         self.programs.reset()
         for seq in lost:
             if seq in involved:

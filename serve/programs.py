@@ -122,9 +122,13 @@ class Programs:
             # Longest first, so that the threads end together.
             futures = {pool.submit(_compile, job): name for name, job in jobs.items()}
             progress(0, len(jobs))
-            for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-                self._programs[futures[future]] = future.result()
-                progress(done, len(jobs))
+            try:
+                for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
+                    self._programs[futures[future]] = future.result()
+                    progress(done, len(jobs))
+            except BaseException:  # Ctrl-C, too, should not wait for what hasn't begun
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def _jobs(self) -> dict[str, Callable[[], Any]]:
         """A lowering for each program, by name."""

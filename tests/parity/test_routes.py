@@ -1,5 +1,6 @@
 """The same tokens whatever the route, on a real (small) Llama in float32, greedy and sampled."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,28 @@ def test_other_engines(change, tokens):
             expected = np.load(MODEL / "expected.npz")
             logits = other.get_logits(expected["prompt_2"].tolist())
             assert np.abs(logits - expected["logits_2"]).max() <= 1e-4 * max(1.0, expected["logits_2"].std())
+
+
+def test_dynamic_rope_keeps_each_token_under_its_own_base(tmp_path):
+    """Past the trained length a token's base follows from the prompt's length and its place; chunks, the prefix cache,
+    preemption and neighbours must not change it."""
+    raw = json.loads((MODEL / "config.json").read_text())
+    raw["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    raw["max_position_embeddings"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").symlink_to(MODEL / "model.safetensors")
+    answers = []
+    for change in (
+        {"enable_prefix_caching": False, "max_prefill_token_num": 256},
+        {},
+        {"cache_max_entry_count": 20},
+    ):
+        config = EngineConfig(**(BASE | {"max_batch_size": 4, "session_len": 192} | change))
+        with pipeline(tmp_path, config, progress=False) as other:
+            twice = other.generate(PROMPTS * 2, CONFIGS * 2)
+            answers += [[r.token_ids for r in twice[:16]], [r.token_ids for r in twice[16:]]]
+            assert not any(r.error for r in twice)
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_many_answers_to_one_prompt(pipe):
