@@ -87,7 +87,7 @@ class Engine:
         self._order = itertools.count()
         self._flight: deque[Launch] = deque()
         self._launching: list[Sequence] = []  # whose step is being launched: it may fail before it is in flight
-        self._prefill_next = True
+        self._prefill_next = self._score_next = True
         self._step_seconds = LAUNCH_SECONDS
         self._last_ready = 0.0
         self._generated = 0
@@ -103,9 +103,9 @@ class Engine:
         """Queue a request. Raises ValueError (naming value and limit) for one that can't be served, QueueFull where the
         queue has no place and wait is False, EngineClosed."""
         self.check(request)
-        if os.getpid() != self._process:  # a forked child has the memory, but neither the thread nor the device
+        if self._forked:
             raise EngineClosed(
-                f"the engine belongs to process {self._process}, and this is its child {os.getpid()}: "
+                f"this is a fork of process {self._process}, where the engine's thread is: "
                 "start worker processes with the spawn method, and open the model in the one that uses it"
             )
         with self._lock:
@@ -135,6 +135,8 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; its pages are free within the launches in flight. Unknown and finished ids are ignored."""
+        if self._forked:
+            return
         with self._lock:
             self._cancels.add(request_id)
             self._lock.notify_all()
@@ -157,6 +159,8 @@ class Engine:
     def close(self) -> None:
         """Stop the thread, answer all open requests with an error, free the device memory. May be called twice, and
         from any thread but the engine's."""
+        if self._forked:
+            return
         with self._lock:
             self._closing = True
             self._lock.notify_all()
@@ -172,6 +176,11 @@ class Engine:
     def closed(self) -> bool:
         """True once no request is taken any more."""
         return self._closing or self._failure is not None
+
+    @property
+    def _forked(self) -> bool:
+        # A forked child has the memory, but neither the thread nor the device; the lock may be held for ever.
+        return os.getpid() != self._process
 
     def _queued(self) -> int:
         return len(self._inbox) + len(self.scheduler.waiting)
@@ -233,13 +242,21 @@ class Engine:
 
     def _launch(self) -> bool:
         self.scheduler.admit()
-        if chunk := self.scheduler.next_score():
-            self._launching = [chunk.seq]
-            self._flight.append(self.programs.score(chunk))
+        if self._score_next and self._launch_score():
             return True
+        self._score_next = True
         kinds = (self._launch_prefill, self._launch_decode)
         first, second = kinds if self._prefill_next else kinds[::-1]
-        return first() or second()
+        return first() or second() or self._launch_score()
+
+    def _launch_score(self) -> bool:
+        chunk = self.scheduler.next_score()
+        if chunk is None:
+            return False
+        self._launching = [chunk.seq]
+        self._flight.append(self.programs.score(chunk))
+        self._score_next = False  # generation gets every other step at least
+        return True
 
     def _launch_prefill(self) -> bool:
         chunks = self.scheduler.next_chunks()

@@ -26,6 +26,30 @@ def free_bytes(mesh: Mesh) -> int:
     return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
 
 
+def check_session_len(config: EngineConfig, model_limit: int | None) -> None:
+    """Raise ValueError where the session_len that was asked for can't be had from the model's positions, or from a pool
+    whose pages are given as a number; both are known before any weight is read."""
+    session, page = config.session_len, config.cache_block_seq_len
+    if session is None:
+        return
+    if model_limit is not None and session > model_limit:
+        raise ValueError(
+            f"session_len is {session}; the model's positions end at {model_limit} "
+            "(only dynamic rope scaling goes beyond)"
+        )
+    if isinstance(config.cache_max_entry_count, int):
+        _check_pool(session, config.cache_max_entry_count, page)
+
+
+def _check_pool(session: int, pages: int, page: int) -> None:
+    # One page is scratch.
+    if session > (pages - 1) * page:
+        raise ValueError(
+            f"session_len is {session}, but the KV pool holds {(pages - 1) * page} tokens "
+            f"({pages} pages of {page}, one of them scratch); lower session_len or raise cache_max_entry_count"
+        )
+
+
 def resolve_sizes(model: Model, config: EngineConfig) -> Sizes:
     """Sizes of all buffers and programs. Raises ValueError where they can't be had, naming value and limit.
 
@@ -35,12 +59,8 @@ def resolve_sizes(model: Model, config: EngineConfig) -> Sizes:
     on_cpu = next(iter(model.mesh.devices.flat)).platform == "cpu"
     slots = config.max_batch_size or (16 if on_cpu else 128)
     page = config.cache_block_seq_len
-    limit = model.max_session_len
-    session = config.session_len or limit or model.rope_limit or 2048
-    if limit is not None and session > limit:
-        raise ValueError(
-            f"session_len is {session}; the model's positions end at {limit} (only dynamic rope scaling goes beyond)"
-        )
+    check_session_len(config, model.max_session_len)
+    session = config.session_len or model.max_session_len or model.rope_limit or 2048
     if isinstance(config.cache_max_entry_count, int):
         pages = config.cache_max_entry_count
     else:
@@ -51,18 +71,14 @@ def resolve_sizes(model: Model, config: EngineConfig) -> Sizes:
         if on_cpu:
             # Twice what a full batch can hold is room enough for prefixes; small models need not zero a whole GiB.
             pages = min(pages, 2 * slots * -(-session // page) + 1)
-    # One page is scratch. The last token of a session is never written.
     longest = (pages - 1) * page
-    if longest < 2:
+    if longest < page:
         raise ValueError(
             f"the KV pool has {pages} pages of {page} tokens; at least 2 are needed, one of them for scratch"
         )
-    if session > longest:
-        if config.session_len is not None:
-            raise ValueError(
-                f"session_len is {session}, but the KV pool holds {longest} tokens "
-                f"({pages} pages of {page}, one of them scratch); lower session_len or raise cache_max_entry_count"
-            )
+    if config.session_len is not None:
+        _check_pool(session, pages, page)
+    elif session > longest:
         log.warning("session_len is cut from %d to the %d tokens that the KV pool holds", session, longest)
         session = longest
     chunk = config.max_prefill_token_num or (256 if on_cpu else 2048)

@@ -18,7 +18,7 @@ from pallasite.convert.source import Source
 from pallasite.serve.config import EngineConfig
 from pallasite.serve.engine import Engine
 from pallasite.serve.frontend import Frontend
-from pallasite.serve.memory import free_bytes
+from pallasite.serve.memory import check_session_len, free_bytes
 from pallasite.serve.tokenizer import Tokenizer
 from pallasite.sharding.mesh import make_mesh
 
@@ -37,6 +37,7 @@ def open_frontend(
     try:
         if config.model_format not in ("auto", source.info.format):
             raise ValueError(f"model_format is {config.model_format!r}, but {model_path} is {source.info.format!r}")
+        check_session_len(config, source.info.config.max_session_len)
         tokenizer = _load_tokenizer(source)
         dtype = config.dtype
         if dtype == "auto":
@@ -64,7 +65,7 @@ def enable_compilation_cache() -> None:
     if jax.config.values["jax_compilation_cache_dir"] is None:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(base / "pallasite" / "programs"))
-        # A program compiled before this line would have switched the cache off for good.
+        # In older JAX releases a program compiled before this line has switched the cache off for good.
         compilation_cache.reset_cache()
     # By default programs that compile within a second are not stored, and on CPU most of ours do.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -170,7 +170,7 @@ class HuggingFaceSource:
         copies = {head} & self._shards.places.keys() if config.tie_word_embeddings else set()
         self._check(folder, specs, copies)
         self.info = SourceInfo(
-            format="huggingface",
+            format="hf",
             path=folder,
             config=config,
             config_json={key: value for key, value in raw.items() if key != "auto_map"},

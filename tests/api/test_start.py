@@ -119,7 +119,6 @@ pipe.close()
 """
 
 
-@pytest.mark.xfail(reason="a forked child waits for ever for the engine's thread, which it doesn't have", strict=True)
 def test_g09_a_fork_is_told(checkpoint):
     """Case G09: in a forked child neither the engine's thread nor JAX lives on. The child is told at once, and the
     parent serves on."""

@@ -156,7 +156,7 @@ def test_a_checkpoint_without_a_tokenizer(tmp_path, hf):
 
 def test_the_manifest_names_the_source_and_no_machine(tmp_path, hf):
     manifest = convert(hf, tmp_path / "out", progress=False)
-    assert manifest["source"] == {"name": "hf", "format": "huggingface"}
+    assert manifest["source"] == {"name": "hf", "format": "hf"}
     assert str(tmp_path) not in (tmp_path / "out" / "manifest.json").read_text()
     assert manifest["tensors"]["layers.0.mlp.up.weight"] == {"shape": [64, 96], "kind": "linear", "dtype": "float32"}
 

@@ -332,6 +332,15 @@ def test_close_answers_everybody_and_may_be_called_twice():
         ask(engine, [1])
 
 
+def test_scoring_does_not_stop_generation(engine):
+    """Every other step is generation's: a short answer comes before a long row of prompts is scored."""
+    scores = [ask(engine, [i] * 250, score="nll") for i in range(8)]
+    short = ask(engine, [1, 2], max_new_tokens=4)
+    assert list(short.result().token_ids) == continuation([1, 2], 4)
+    assert any(inbox.outputs.empty() for inbox in scores)
+    assert all(inbox.result().scores.shape == (249,) for inbox in scores)
+
+
 def test_scores_go_through_the_pages_too(engine):
     prompt = prompts(1, 200, seed=15)[0] + [1] * 70
     nll = ask(engine, prompt, score="nll").result().scores
