@@ -1,10 +1,13 @@
 """The same tokens whatever the route, on a real (small) Llama in float32, greedy and sampled."""
 
+import concurrent.futures
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.live_server import LiveServer, collect, ids_request
 
 from pallasite import EngineConfig, GenerationConfig, pipeline
 
@@ -63,6 +66,23 @@ def test_stream(pipe, tokens):
         reasons.append(piece.finish_reason)
     assert [streamed[i] for i in range(16)] == tokens
     assert sum(r is not None for r in reasons) == 16
+
+
+def test_grpc(pipe, tokens):
+    """All 16 at once through a server on a real port, over the same engine as the pipeline's."""
+    server = LiveServer(pipe.frontend)
+
+    def ask(prompt: list[int], config: GenerationConfig) -> list[int]:
+        default = GenerationConfig()
+        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        changed = {k: v for k, v in fields.items() if v != getattr(default, k)}
+        _, ids, _ = collect(server.stub.Generate(ids_request(prompt, **changed), timeout=120))
+        return ids
+
+    with concurrent.futures.ThreadPoolExecutor(16) as callers:
+        answers = list(callers.map(ask, PROMPTS, CONFIGS))
+    server.close()
+    assert answers == tokens
 
 
 @pytest.mark.parametrize(
