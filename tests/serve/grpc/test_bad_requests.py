@@ -54,7 +54,7 @@ def violations(error: grpc.RpcError) -> list[tuple[str, str]]:
         (
             {"repetition_penalty": -1.0},
             "repetition_penalty",
-            "repetition_penalty is -1.0; it must be a number in (0, 1e+06]",
+            "repetition_penalty is -1.0; it must be a number in [1e-06, 1e+06]",
         ),
         ({"stop_words": [""]}, "stop_words", "stop_words holds ''; each must be a text that is not empty"),
         (
