@@ -253,8 +253,7 @@ class Engine:
         chunk = self.scheduler.next_score()
         if chunk is None:
             return False
-        self._launching = [chunk.seq]
-        self._flight.append(self.programs.score(chunk))
+        self._dispatch([chunk.seq], lambda: self.programs.score(chunk))
         self._score_next = False  # generation gets every other step at least
         return True
 
@@ -262,11 +261,14 @@ class Engine:
         chunks = self.scheduler.next_chunks()
         if not chunks:
             return False
-        self._launching = [chunk.seq for chunk in chunks]
-        for chunk in chunks:
-            if chunk.final and has_penalty(chunk.seq):
-                self.programs.set_counts(chunk.seq)
-        self._flight.append(self.programs.prefill(chunks))
+
+        def launch() -> Launch:
+            for chunk in chunks:
+                if chunk.final and has_penalty(chunk.seq):
+                    self.programs.set_counts(chunk.seq)
+            return self.programs.prefill(chunks)
+
+        self._dispatch([chunk.seq for chunk in chunks], launch)
         self._prefill_next = False
         return True
 
@@ -284,10 +286,14 @@ class Engine:
             rows, edits, steps = self.scheduler.next_decode(steps, may_preempt=True)
         if not rows:
             return False
-        self._launching = rows
-        self._flight.append(self.programs.decode(rows, edits, steps))
+        self._dispatch(rows, lambda: self.programs.decode(rows, edits, steps))
         self._prefill_next = True
         return True
+
+    def _dispatch(self, rows: list[Sequence], launch: Callable[[], Launch]) -> None:
+        self._launching = rows
+        self._flight.append(launch())
+        self._launching = []
 
     # Reading results.
 

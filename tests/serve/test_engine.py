@@ -315,6 +315,30 @@ def test_a_failed_step_fails_its_requests_and_no_others():
     engine.close()
 
 
+def test_a_step_that_can_not_be_launched_fails_its_own_sequences_only(monkeypatch):
+    """The failure comes before the step is in flight. A sequence that decodes meanwhile is recomputed, or ends with an
+    error if its own launch was lost with the pool."""
+    engine = hand_engine(max_batch_size=2)
+    running = ask(engine, [1, 2, 3], max_new_tokens=200)
+    running.next()
+    prefill = engine.programs.prefill
+
+    def broken(chunks):
+        if any(chunk.seq.tokens[0] == 9 for chunk in chunks):
+            raise RuntimeError("no launch")
+        return prefill(chunks)
+
+    monkeypatch.setattr(engine.programs, "prefill", broken)
+    result = ask(engine, [9], max_new_tokens=5).result()
+    assert (result.finish_reason, result.token_ids) == ("error", ())
+    # Launches of the running sequence may have been in flight, and are then lost with the pool.
+    other = running.result()
+    assert list(other.token_ids) == continuation([1, 2, 3], 200)[: len(other.token_ids)]
+    assert list(ask(engine, [4], max_new_tokens=5).result().token_ids) == continuation([4], 5)
+    assert engine.stats().failed_steps == 1
+    engine.close()
+
+
 def test_close_answers_everybody_and_may_be_called_twice():
     engine = hand_engine(session_len=512, cache_max_entry_count=257)
     inboxes = [ask(engine, [i] * 10, max_new_tokens=500) for i in range(12)]
