@@ -72,7 +72,7 @@ def test_inspect_of_a_checkpoint(tmp_path, hf, capsys):
     assert fields["tensors"].startswith("21 (14 int4, 7 float32), ")
     assert fields["quantization"] == "INT4, rtn, groups of 64"
     assert fields["tokenizer"] == "no"
-    assert fields["converted from"].startswith("hf (huggingface), by pallasite ")
+    assert fields["converted from"].startswith("hf (hf), by pallasite ")
     assert "K=96 is 1.5 groups of 64: the last group has 32 rows" in describe(tmp_path / "out")
 
 
