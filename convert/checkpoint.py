@@ -33,6 +33,8 @@ MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 UNFINISHED = ".unfinished"
 """A file that stands in the folder while it is written, locked by the process that writes it."""
+SCRATCH = ".scratch"
+"""A folder in it for what a producer needs to go on after an interruption."""
 
 FLOATS = ("float32", "float16", "bfloat16")
 PENDING_BYTES = 256 << 20
@@ -77,6 +79,7 @@ class CheckpointWriter:
     def __init__(self, dst: Path) -> None:
         self.dst = dst.absolute()
         self.folder = self.dst.with_name(f"{self.dst.name}.partial-{os.getpid()}")
+        self.scratch = self.folder / SCRATCH
         self.tensors: dict[str, dict[str, Any]] = {}
         self.bytes = 0
         self._pending: dict[str, np.ndarray] = {}
@@ -86,6 +89,7 @@ class CheckpointWriter:
         self.dst.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.dst)
         self.folder.mkdir()
+        self.scratch.mkdir()
         self._lock = (self.folder / UNFINISHED).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return self
@@ -103,16 +107,14 @@ class CheckpointWriter:
             file.flush()
             os.fsync(file.fileno())
 
-    def reserve(self, nbytes: int) -> None:
-        """Make room for a tensor of about `nbytes` before it is read, so that less stands in memory together."""
-        if self._pending and self._pending_bytes() + nbytes > PENDING_BYTES:
-            self._flush()
-
     def add(self, name: str, spec: TensorSpec, tensor: Tensor) -> None:
-        """One tensor. It must not be changed afterwards: it is written when some have come together."""
+        """One tensor. It must not be changed afterwards: it is written by a later `commit` or by `finish`."""
         self.tensors[name] = tensor_entry(spec, tensor)
         self._pending |= array_parts(name, tensor)
         self.bytes += tensor.nbytes
+
+    def commit(self) -> None:
+        """Write what was added if enough has come together. Tensors added between two calls are never separated."""
         if self._pending_bytes() > PENDING_BYTES:
             self._flush()
 
@@ -142,6 +144,7 @@ class CheckpointWriter:
         head = {"format": FORMAT, "format_version": VERSION}
         whole: dict[str, Any] = {**head, **manifest, "bytes": self.bytes, "tensors": self.tensors}
         self.write_json(MANIFEST, whole)
+        shutil.rmtree(self.scratch)
         (self.folder / UNFINISHED).unlink()
         _sync(self.folder)
         replaced = self.dst.with_name(f"{self.dst.name}.replaced-{os.getpid()}")

@@ -30,6 +30,9 @@ def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
     p.add_argument("dst", metavar="DST", help="folder of the new checkpoint; it appears when it is whole")
     p.add_argument("--quantize", metavar="METHOD", help="quantize linear layers: int4 (round to nearest)")
     p.add_argument("--group-size", type=int, metavar="N", help="rows that share a scale: 128 (default), 64 or 32")
+    p.add_argument("--calibration", metavar="TEXT", help="for methods that need it: file or folder of text, or builtin")
+    p.add_argument("--samples", type=int, metavar="N", help="calibration samples: 128 (default)")
+    p.add_argument("--length", type=int, metavar="N", help="tokens of a calibration sample: 512 (default)")
     p.add_argument(
         "--dtype",
         default="auto",
@@ -58,6 +61,9 @@ def run_convert(args: argparse.Namespace) -> int:
         group_size=args.group_size,
         dtype=args.dtype,
         dequantize=args.dequantize,
+        calibration=args.calibration,
+        samples=args.samples,
+        length=args.length,
         force=args.force,
         progress=not args.quiet,
     )

@@ -1,11 +1,10 @@
 """The conversion: any source that can be opened, tensor by tensor, into our checkpoint.
 
-Memory holds a few tensors at a time, whatever the model's size: the source maps its files, each tensor is cast or
-quantized as it passes, and the writer hands it on.
+Memory holds a few tensors at a time, whatever the model's size: the source maps its files, a producer casts or
+quantizes each tensor as it passes, and the writer hands it on.
 """
 
 import importlib.metadata
-import math
 import shutil
 import sys
 from collections import Counter
@@ -13,22 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 from tqdm import tqdm
 
 from pallasite.convert import checkpoint
 from pallasite.convert.formats import open_source
-from pallasite.convert.int4 import Int4Tensor
-from pallasite.convert.quantize import rtn
-from pallasite.convert.source import Source, SourceInfo, Tensor
-from pallasite.models.config import TensorSpec
+from pallasite.convert.produce import Options, Plain, Producer
+from pallasite.convert.quantize import METHODS, rtn
+from pallasite.convert.source import Source, SourceInfo
 
-METHODS = ("int4",)
 DTYPES = ("auto", *checkpoint.FLOATS)
-DEFAULT_GROUP_SIZE = 128
-CHUNK_BYTES = 16 << 20
-"""Bytes of a tensor that are cast at once."""
+DEFAULT_GROUP_SIZE, DEFAULT_SAMPLES, DEFAULT_LENGTH = 128, 128, 512
 SPARE_BYTES = 16 << 20
 """Disk space beyond the arrays: tokenizer, configuration, Orbax's own files."""
 
@@ -41,6 +34,9 @@ def convert(
     group_size: int | None = None,
     dtype: str = "auto",
     dequantize: bool = False,
+    calibration: str | Path | None = None,
+    samples: int | None = None,
+    length: int | None = None,
     force: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -49,32 +45,42 @@ def convert(
     quantize: "int4" quantizes every linear layer by round-to-nearest in groups of `group_size` (32, 64 or 128;
     default 128) from its float32 values; None keeps floats, and keeps INT4 tensors of the source exactly. dequantize
     expands those instead. dtype: of the floating-point tensors; "auto" keeps each as it is stored, and expands
-    quantized ones to float32. force replaces a checkpoint of ours at `dst`. progress shows a bar on stderr.
+    quantized ones to float32. calibration, samples and length are for the methods that look at text: a file or folder
+    of it, or "builtin"; how many samples (default 128) of how many tokens (default 512). force replaces a checkpoint
+    of ours at `dst`. progress shows a bar on stderr.
 
     Returns the manifest. Raises ValueError naming the argument or the tensor that is wrong and OSError for the disk;
     `dst` is then as it was before.
     """
     src, dst = Path(src), Path(dst)
-    _check_options(quantize, group_size, dtype, dequantize)
+    options = _check_options(
+        quantize=quantize,
+        group_size=group_size,
+        dtype=dtype,
+        dequantize=dequantize,
+        calibration=calibration,
+        samples=samples,
+        length=length,
+    )
     _check_places(src, dst, force)
     source = open_source(src)
     try:
-        plan = _Plan(source.info, quantize == "int4", group_size or DEFAULT_GROUP_SIZE, dtype, dequantize)
-        _check_space(dst, plan.total_bytes)
+        producer = METHODS[quantize](source, options) if quantize else Plain(source, options)
+        _check_space(dst, sum(producer.sizes.values()))
         with checkpoint.CheckpointWriter(dst) as writer:
             # First, so that a tokenizer that can't be rebuilt is refused before the long work.
             tokenizer = source.save_tokenizer(writer.folder)
-            writer.write_json("config.json", plan.config_json())
+            writer.write_json("config.json", _config_json(source.info, options))
             if source.info.generation_json:
                 writer.write_json("generation_config.json", without_code(source.info.generation_json))
-            _stream(source, writer, plan, progress)
+            _stream(source, writer, producer, progress)
             return writer.finish(
                 {
                     "pallasite_version": _version(),
                     "source": {"name": source.info.path.absolute().name, "format": source.info.format},
                     "architecture": source.info.config.architecture,
-                    "dtype": plan.main_dtype,
-                    "quantization": summarize_quantization(writer.tensors, plan.method),
+                    "dtype": source.info.config.dtype if dtype == "auto" else dtype,
+                    "quantization": summarize_quantization(writer.tensors, producer.method),
                     "tie_word_embeddings": source.info.config.tie_word_embeddings,
                     "tokenizer": tokenizer,
                 }
@@ -83,7 +89,17 @@ def convert(
         source.close()
 
 
-def _check_options(quantize: str | None, group_size: int | None, dtype: str, dequantize: bool) -> None:
+def _check_options(
+    *,
+    quantize: str | None,
+    group_size: int | None,
+    dtype: str,
+    dequantize: bool,
+    calibration: str | Path | None,
+    samples: int | None,
+    length: int | None,
+) -> Options:
+    """The options with their defaults. Raises ValueError naming one that is wrong or without effect."""
     if quantize is not None and quantize not in METHODS:
         raise ValueError(f"quantize is {quantize!r}; it must be one of {', '.join(METHODS)}")
     if group_size is not None and quantize is None:
@@ -94,6 +110,24 @@ def _check_options(quantize: str | None, group_size: int | None, dtype: str, deq
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if quantize and dequantize:
         raise ValueError("quantize and dequantize exclude each other; quantize already starts from the float32 values")
+    calibrated = quantize is not None and METHODS[quantize].calibrated
+    if calibrated and calibration is None:
+        raise ValueError(f"quantize={quantize!r} needs calibration: a file or folder of text, or 'builtin'")
+    for name, value in {"calibration": calibration, "samples": samples, "length": length}.items():
+        if value is not None and not calibrated:
+            raise ValueError(f"{name} is {str(value)!r}, and quantize={quantize!r} uses no calibration")
+    for name, value in {"samples": samples, "length": length}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    return Options(
+        quantize=quantize,
+        group_size=group_size or DEFAULT_GROUP_SIZE if quantize else None,
+        dtype=dtype,
+        dequantize=dequantize,
+        calibration=None if calibration is None else str(calibration),
+        samples=samples or DEFAULT_SAMPLES if calibrated else None,
+        length=length or DEFAULT_LENGTH if calibrated else None,
+    )
 
 
 def _check_places(src: Path, dst: Path, force: bool) -> None:
@@ -121,98 +155,25 @@ def _check_space(dst: Path, needed: int) -> None:
         raise OSError(f"{dst}: needs {(needed + SPARE_BYTES) / 1e6:.0f} MB of disk, {free / 1e6:.0f} MB are free")
 
 
-class _Plan:
-    """What becomes of each tensor: quantized, kept as INT4, or floating point in a dtype."""
-
-    def __init__(self, info: SourceInfo, quantize: bool, group_size: int, dtype: str, dequantize: bool) -> None:
-        self.info, self.quantize, self.group_size, self.dequantize = info, quantize, group_size, dequantize
-        self.dtype = None if dtype == "auto" else dtype
-        self.total_bytes = sum(self.bytes_of(name) for name in info.specs)
-
-    @property
-    def main_dtype(self) -> str:
-        """The dtype of the floating-point tensors: as asked, or the source's own."""
-        return self.dtype or self.info.config.dtype
-
-    @property
-    def method(self) -> str:
-        """How INT4 tensors of the result came to be."""
-        return "rtn" if self.quantize else f"kept from {self.info.format}"
-
-    def int4_group(self, name: str) -> int | None:
-        """Group size of a tensor that will be INT4; None if it will be floating point."""
-        if self.quantize:
-            return self.group_size if self.info.specs[name].kind == "linear" else None
-        return None if self.dequantize else self.info.group_sizes.get(name)
-
-    def float_dtype(self, name: str) -> str:
-        """The dtype of a tensor that will be floating point."""
-        stored = self.info.dtypes.get(name, self.info.config.dtype)
-        return self.dtype or (stored if stored in checkpoint.FLOATS else "float32")
-
-    def bytes_of(self, name: str) -> int:
-        """Bytes of a tensor in the result, to a few percent: INT4 scales may come out as float16 or float32."""
-        spec, group = self.info.specs[name], self.int4_group(name)
-        if group is None:
-            return math.prod(spec.shape) * _numpy_dtype(self.float_dtype(name)).itemsize
-        k, n = spec.shape
-        return 4 * -(-k // 8) * n + 4 * -(-k // group) * n
-
-    def apply(self, name: str, spec: TensorSpec, tensor: Tensor) -> Tensor:
-        """The tensor as it will be stored. Raises ValueError naming a tensor that the format can't hold."""
-        if self.quantize and spec.kind == "linear":
-            w = tensor.dequantize() if isinstance(tensor, Int4Tensor) else tensor
-            return rtn.quantize(name, w, self.group_size)
-        if isinstance(tensor, Int4Tensor):
-            if not self.dequantize:
-                return tensor
-            tensor = tensor.dequantize()
-        return cast(name, tensor, self.float_dtype(name))
-
-    def config_json(self) -> dict[str, Any]:
-        """The source's config.json, naming the dtype that the result has and no code."""
-        fields = without_code(self.info.config_json)
-        if self.dtype:
-            fields.pop("torch_dtype", None)
-            fields["dtype"] = self.dtype
-        return fields
+def _config_json(info: SourceInfo, options: Options) -> dict[str, Any]:
+    """The source's config.json, naming the dtype that the result has and no code."""
+    fields: dict[str, Any] = without_code(info.config_json)
+    if options.dtype != "auto":
+        fields.pop("torch_dtype", None)
+        fields["dtype"] = options.dtype
+    return fields
 
 
-def _stream(source: Source, writer: checkpoint.CheckpointWriter, plan: _Plan, progress: bool) -> None:
-    """Move every tensor from the source to the writer."""
-    bar = tqdm(
-        total=plan.total_bytes, unit="B", unit_scale=True, desc="converting", file=sys.stderr, disable=not progress
-    )
+def _stream(source: Source, writer: checkpoint.CheckpointWriter, producer: Producer, progress: bool) -> None:
+    """Move every tensor from the producer to the writer."""
+    total = sum(producer.sizes.values())
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="converting", file=sys.stderr, disable=not progress)
     with bar:
-        for name, spec in source.info.specs.items():
-            planned = plan.bytes_of(name)
-            writer.reserve(planned)
-            writer.add(name, spec, plan.apply(name, spec, source.read(name)))
-            bar.update(planned)
-
-
-def cast(name: str, tensor: np.ndarray, dtype: str) -> np.ndarray:
-    """`tensor` in `dtype`. Raises ValueError naming the tensor and the value if a finite value becomes infinite."""
-    target = _numpy_dtype(dtype)
-    if tensor.dtype == target:
-        return tensor
-    out = np.empty(tensor.shape, target)
-    flat_in, flat_out = tensor.reshape(-1), out.reshape(-1)
-    step = CHUNK_BYTES // tensor.itemsize
-    for start in range(0, flat_in.size, step):
-        piece = flat_in[start : start + step]
-        with np.errstate(over="ignore"):
-            flat_out[start : start + step] = piece.astype(target)
-        lost = np.isinf(flat_out[start : start + step]) & np.isfinite(piece)
-        if lost.any():
-            worst = float(np.abs(piece[lost].astype(np.float32)).max())
-            limit = float(ml_dtypes.finfo(target).max)
-            raise ValueError(f"{name}: has the value {worst:g}, and {dtype} ends at {limit:g}; choose another dtype")
-    return out
-
-
-def _numpy_dtype(name: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+        for tensors in producer.tensors(writer.tensors.keys(), writer.scratch):
+            for name, tensor in tensors.items():
+                writer.add(name, source.info.specs[name], tensor)
+            writer.commit()
+            bar.update(sum(producer.sizes[name] for name in tensors))
 
 
 def without_code(value: Any) -> Any:

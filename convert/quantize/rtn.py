@@ -6,11 +6,33 @@ Source of the grid: AWQ (Lin et al., MLSys 2024), whose quantizer this is withou
 import numpy as np
 
 from pallasite.convert.int4 import Int4Tensor, pack_rows
+from pallasite.convert.produce import Options, Plain
+from pallasite.convert.source import Source, Tensor
+from pallasite.models.config import TensorSpec
 
 GROUP_SIZES = (32, 64, 128)
 LEVELS = 15
 CHUNK_BYTES = 32 << 20
 """Bytes of float32 weights that are worked on at once."""
+
+
+class RoundToNearest(Plain):
+    """Every linear layer by round-to-nearest from its float32 values; the other tensors as `Plain` has them."""
+
+    def __init__(self, source: Source, options: Options) -> None:
+        super().__init__(source, options)
+        self.method = "rtn"
+
+    def int4_group(self, name: str) -> int | None:
+        """Group size of a tensor that will be INT4; None if it will be floating point."""
+        return self.options.group_size if self.source.info.specs[name].kind == "linear" else None
+
+    def store(self, name: str, spec: TensorSpec, tensor: Tensor) -> Tensor:
+        """The tensor as it will be stored. Raises ValueError naming a tensor that can't be quantized or cast."""
+        group = self.int4_group(name)
+        if group is None:
+            return super().store(name, spec, tensor)
+        return quantize(name, tensor.dequantize() if isinstance(tensor, Int4Tensor) else tensor, group)
 
 
 def quantize(name: str, w: np.ndarray, group_size: int) -> Int4Tensor:

@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallasite.convert.convert import cast, convert
+from pallasite.convert.convert import convert
 from pallasite.convert.formats import open_source
 from pallasite.convert.int4 import Int4Tensor
+from pallasite.convert.produce import cast
 from pallasite.convert.quantize import rtn
 
 
@@ -98,7 +99,7 @@ def test_auto_keeps_each_tensor_as_it_is_stored(tmp_path, config, tensors, write
 
 
 def test_a_cast_that_overflows_is_refused(tmp_path, config, tensors, write_hf, monkeypatch):
-    monkeypatch.setattr("pallasite.convert.convert.CHUNK_BYTES", 1024)
+    monkeypatch.setattr("pallasite.convert.produce.CHUNK_BYTES", 1024)
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = -70000
     write_hf(tmp_path / "hf", config, tensors)
     message = r"layers\.1\.mlp\.down\.weight: has the value 70000, and float16 ends at 65504"
@@ -182,6 +183,9 @@ def test_a_checkpoint_of_ours_is_a_source(tmp_path, hf):
         ({"group_size": 64}, "group_size is 64, which needs quantize"),
         ({"dtype": "fp8"}, "dtype is 'fp8'; it must be one of auto, float32, float16, bfloat16"),
         ({"quantize": "int4", "dequantize": True}, "quantize and dequantize exclude each other"),
+        ({"quantize": "int4", "calibration": "a.txt"}, "calibration is 'a.txt', and quantize='int4' uses no"),
+        ({"samples": 8}, "samples is '8', and quantize=None uses no calibration"),
+        ({"length": 8}, "length is '8', and quantize=None uses no calibration"),
     ],
 )
 def test_options_that_are_refused(tmp_path, hf, options, message):
