@@ -13,20 +13,25 @@ import numpy as np
 def pack_rows(q: np.ndarray) -> np.ndarray:
     """Pack uint8 [K, N] of values 0..15 into int32 [ceil(K/8), N]: nibble j of word r holds row 8*r + j."""
     k, n = q.shape
-    padded = np.zeros((-(-k // 8) * 8, n), np.uint32)
-    padded[:k] = q
-    planes = padded.reshape(-1, 8, n)  # [ceil(K/8), 8, N]
-    words = np.zeros((planes.shape[0], n), np.uint32)
-    for j in range(8):
-        words |= planes[:, j] << np.uint32(4 * j)
+    if k % 8:
+        q = np.pad(q, ((0, -k % 8), (0, 0)))
+    pairs = q.reshape(-1, 4, 2, n)
+    halves = pairs[:, :, 0] | pairs[:, :, 1] << 4  # [ceil(K/8), 4, N]: byte b holds rows 8*r + 2*b and the next
+    words = halves[:, 3].astype(np.uint32)
+    for b in (2, 1, 0):
+        words <<= 8
+        words |= halves[:, b]
     return words.view(np.int32)
 
 
 def unpack_rows(packed: np.ndarray, k: int) -> np.ndarray:
     """The inverse of pack_rows: int32 [ceil(K/8), N] -> uint8 [K, N]."""
-    words = packed.view(np.uint32)
-    planes = np.stack([(words >> np.uint32(4 * j)) & np.uint32(15) for j in range(8)], axis=1)  # [ceil(K/8), 8, N]
-    return planes.reshape(-1, packed.shape[1])[:k].astype(np.uint8)
+    rows, n = packed.shape
+    halves = np.ascontiguousarray(packed).view(np.uint8).reshape(rows, n, 4).transpose(0, 2, 1)  # low byte first
+    q = np.empty((rows, 4, 2, n), np.uint8)
+    np.bitwise_and(halves, 15, out=q[:, :, 0])
+    np.right_shift(halves, 4, out=q[:, :, 1])
+    return q.reshape(rows * 8, n)[:k]
 
 
 @dataclasses.dataclass(frozen=True)
