@@ -24,7 +24,8 @@ from pallasite.convert.formats.names import refuse_problems
 from pallasite.convert.int4 import Int4Tensor
 from pallasite.convert.source import SourceInfo, Tensor
 from pallasite.models.config import TensorSpec
-from pallasite.models.registry import family_of
+from pallasite.models.registry import read_config
+from pallasite.models.tensors import tensor_specs
 
 log = logging.getLogger(__name__)
 
@@ -214,9 +215,8 @@ class Checkpoint:
             raise ValueError(f"{folder}: has no config.json")
         generation_file = folder / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
-        family = family_of(raw)
-        config = with_all_eos(family.read_config(raw), generation)
-        specs = family.tensor_specs(config)
+        config = with_all_eos(read_config(raw), generation)
+        specs = tensor_specs(config)
         self._entries: Mapping[str, dict[str, Any]] = self.manifest["tensors"]
         self._base = _array_folder(folder)
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})

@@ -1,4 +1,4 @@
-"""The Llama family (Llama 1 to 3.x and what copies its layout): config reader, checkpoint tensors, key table.
+"""The Llama family (Llama 1 to 3.x and what copies its layout): config reader and key table.
 
 The decoder itself is models/decoder.py. Field meanings follow transformers' LlamaConfig.
 """
@@ -6,11 +6,12 @@ The decoder itself is models/decoder.py. Field meanings follow transformers' Lla
 from collections.abc import Mapping
 from typing import Any
 
-from pallasite.models.config import ModelConfig, TensorSpec, read_dtype, read_rope, read_size, read_token_ids
+from pallasite.models.config import ModelConfig, read_dtype, read_rope, read_size, read_token_ids
+from pallasite.models.tensors import KeyTable
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 
-HF_KEYS = {
+HF_KEYS: KeyTable = {
     "model.embed_tokens.weight": "embed.weight",
     "model.layers.{i}.input_layernorm.weight": "layers.{i}.attn_norm.weight",
     "model.layers.{i}.self_attn.q_proj.{leaf}": "layers.{i}.attn.q.{leaf}",
@@ -56,32 +57,3 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=read_token_ids(raw.get("eos_token_id")),
     )
-
-
-def tensor_specs(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor that a checkpoint of this configuration holds, by our name. Linears are [K, N] (input, output)."""
-    c = config
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    specs = {
-        "embed.weight": TensorSpec((c.vocab_size, c.hidden_size), "embed"),
-        "norm.weight": TensorSpec((c.hidden_size,), "norm"),
-    }
-    if not c.tie_word_embeddings:
-        specs["head.weight"] = TensorSpec((c.hidden_size, c.vocab_size), "head")
-    linears = {
-        "attn.q": (c.hidden_size, q, c.qkv_bias),
-        "attn.k": (c.hidden_size, kv, c.qkv_bias),
-        "attn.v": (c.hidden_size, kv, c.qkv_bias),
-        "attn.o": (q, c.hidden_size, c.out_bias),
-        "mlp.gate": (c.hidden_size, c.intermediate_size, c.mlp_bias),
-        "mlp.up": (c.hidden_size, c.intermediate_size, c.mlp_bias),
-        "mlp.down": (c.intermediate_size, c.hidden_size, c.mlp_bias),
-    }
-    for i in range(c.num_layers):
-        for norm in ("attn_norm", "mlp_norm"):
-            specs[f"layers.{i}.{norm}.weight"] = TensorSpec((c.hidden_size,), "norm")
-        for name, (k, n, bias) in linears.items():
-            specs[f"layers.{i}.{name}.weight"] = TensorSpec((k, n), "linear")
-            if bias:
-                specs[f"layers.{i}.{name}.bias"] = TensorSpec((n,), "bias")
-    return specs

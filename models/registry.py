@@ -4,14 +4,14 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from pallasite.models import llama
+from pallasite.models import internlm2, llama
 from pallasite.models.config import ModelConfig
 
-_FAMILIES = {name: family for family in (llama,) for name in family.ARCHITECTURES}
+_FAMILIES = {name: family for family in (llama, internlm2) for name in family.ARCHITECTURES}
 
 
 def family_of(raw: Mapping[str, Any]) -> types.ModuleType:
-    """The family module (read_config, tensor_specs, HF_KEYS) for a config.json.
+    """The family module (read_config, HF_KEYS) for a config.json.
 
     Raises ValueError naming the architecture found and those that are known.
     """

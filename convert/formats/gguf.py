@@ -15,11 +15,12 @@ import numpy as np
 
 from pallasite.convert.formats.gguf_metadata import Metadata, read_config_json
 from pallasite.convert.formats.gguf_tokenizer import build_tokenizer
-from pallasite.convert.formats.names import is_transposed, refuse_problems, shape_problem, theirs
+from pallasite.convert.formats.names import is_transposed, places, refuse_problems, shape_problem, stored_specs
 from pallasite.convert.int4 import Int4Tensor, pack_rows
 from pallasite.convert.source import SourceInfo, Tensor
 from pallasite.models.config import ModelConfig, TensorSpec
 from pallasite.models.registry import family_of
+from pallasite.models.tensors import tensor_specs
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +129,10 @@ class GGUFSource:
             raise ValueError(f"{path}: {error}") from None
         family = family_of(config_json)
         config: ModelConfig = family.read_config(config_json)
-        specs: dict[str, TensorSpec] = family.tensor_specs(config)
-        self._keys = theirs(KEYS, specs)
-        self._check(path, specs)
+        specs: dict[str, TensorSpec] = tensor_specs(config)
+        placed = places(KEYS, specs, config)
+        self._check(path, stored_specs(placed, specs))
+        self._keys = {name: place.key for name, place in placed.items()}
         types = {name: self._tensors[key].tensor_type.name for name, key in self._keys.items()}
         self.info = SourceInfo(
             format="gguf",
@@ -149,16 +151,15 @@ class GGUFSource:
             "k": unpermute(config.num_kv_heads, config.head_dim),
         }
 
-    def _check(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    def _check(self, path: Path, expected: Mapping[str, TensorSpec]) -> None:
         """Raise one ValueError that lists all that is missing, extra, wrongly shaped or of an unsupported type."""
-        expected = {their: our for our, their in self._keys.items()}
         supported = FLOAT_TYPES.keys() | BLOCK_TYPES.keys()
         shapes, types = [], []
         for key in sorted(expected.keys() & self._tensors.keys()):
-            tensor, spec = self._tensors[key], specs[expected[key]]
+            tensor = self._tensors[key]
             # The library's shape is GGUF's, fastest dimension first.
             found = tuple(int(size) for size in tensor.shape[::-1])
-            problem = shape_problem(key, found, spec, transposed=is_transposed(spec))
+            problem = shape_problem(key, found, expected[key])
             if problem:
                 shapes.append(problem)
             if tensor.tensor_type.name not in supported:

@@ -7,9 +7,10 @@ the log, and a tensor that stands in two shards is read from the one the index n
 import dataclasses
 import json
 import logging
+import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import ml_dtypes  # noqa: F401  safetensors finds numpy's bfloat16 only once thi
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from pallasite.convert.formats.names import is_transposed, refuse_problems, shape_problem, theirs
+from pallasite.convert.formats.names import is_transposed, places, refuse_problems, shape_problem, stored_specs
 from pallasite.convert.source import SourceInfo, Tensor
-from pallasite.models.config import ModelConfig, read_token_ids
+from pallasite.models.config import ModelConfig, TensorSpec, read_token_ids
 from pallasite.models.registry import family_of
+from pallasite.models.tensors import tensor_specs
 
 log = logging.getLogger(__name__)
 
@@ -162,13 +164,14 @@ class HuggingFaceSource:
         generation_file = folder / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
         config = with_all_eos(family.read_config(raw), generation)
-        specs = family.tensor_specs(config)
+        specs = tensor_specs(config)
         self._shards = _Shards(folder)
-        self._keys = theirs(family.HF_KEYS, specs)
+        self._places = places(family.HF_KEYS, specs, config)
         # A file may hold a head though the configuration ties it; it is then compared, not taken for an extra.
         head = next(their for their, our in family.HF_KEYS.items() if our == "head.weight")
         copies = {head} & self._shards.places.keys() if config.tie_word_embeddings else set()
-        self._check(folder, specs, copies)
+        expected = stored_specs(self._places, specs)
+        self._check(folder, expected | dict.fromkeys(copies, specs["embed.weight"]))
         self.info = SourceInfo(
             format="hf",
             path=folder,
@@ -177,29 +180,29 @@ class HuggingFaceSource:
             generation_json=generation,
             specs=specs,
             group_sizes={},
-            dtypes={name: DTYPES[self._shards.slice(key).get_dtype()] for name, key in self._keys.items()},
+            dtypes={name: DTYPES[self._shards.slice(place.key).get_dtype()] for name, place in self._places.items()},
         )
-        if copies and not self._equal(head, self._keys["embed.weight"]):
+        embed = self._places["embed.weight"].key
+        if copies and not self._equal(head, embed):
             raise ValueError(
-                f"{folder}: tie_word_embeddings is true, and {head} differs from {self._keys['embed.weight']}; "
+                f"{folder}: tie_word_embeddings is true, and {head} differs from {embed}; "
                 "set it to false to use both, or remove the one that is wrong"
             )
 
-    def _check(self, folder: Path, specs: Mapping[str, Any], copies: set[str]) -> None:
+    def _check(self, folder: Path, expected: Mapping[str, TensorSpec]) -> None:
         """Raise one ValueError that lists all that is missing, extra, wrongly shaped or of a dtype we can't read."""
-        shards, expected = self._shards, {their: our for our, their in self._keys.items()}
+        shards = self._shards
         lost = shards.missing_files()
         held = {key for key, file in shards.places.items() if file not in lost and key in shards.contents(file)}
         missing = set()
         for key in expected.keys() - held:
             file = shards.places.get(key)
             missing.add(f"{key} (the index places it in {file})" if file and file not in lost else key)
-        extra = {k for k in shards.places.keys() - expected.keys() - copies if not any(h.search(k) for h in HARMLESS)}
+        extra = {k for k in shards.places.keys() - expected.keys() if not any(h.search(k) for h in HARMLESS)}
         shapes, dtypes = [], []
-        for key in sorted(held & (expected.keys() | copies)):
-            spec = specs[expected.get(key, "embed.weight")]
+        for key in sorted(held & expected.keys()):
             view = shards.slice(key)
-            problem = shape_problem(key, tuple(view.get_shape()), spec, transposed=is_transposed(spec))
+            problem = shape_problem(key, tuple(view.get_shape()), expected[key])
             if problem:
                 shapes.append(problem)
             if view.get_dtype() not in DTYPES:
@@ -216,31 +219,34 @@ class HuggingFaceSource:
         if unlisted:
             log.warning("%s: ignoring tensors that the index does not name: %s", folder, ", ".join(sorted(unlisted)))
 
-    def _rows(self, key: str) -> Any:
-        """Yield (first row, array of consecutive rows) over a tensor of the files."""
+    def _rows(self, key: str, first: int, end: int) -> Iterator[np.ndarray]:
+        """Yield consecutive rows of a tensor of the files, from `first` up to `end`, some at a time."""
         view = self._shards.slice(key)
-        shape = view.get_shape()
-        row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(DTYPES[view.get_dtype()]).itemsize
+        row_bytes = math.prod(view.get_shape()[1:]) * np.dtype(DTYPES[view.get_dtype()]).itemsize
         step = max(1, CHUNK_BYTES // max(1, row_bytes))
-        for start in range(0, shape[0], step):
-            yield start, view[start : min(start + step, shape[0])]
+        for start in range(first, end, step):
+            yield view[start : min(start + step, end)]
 
     def _equal(self, first: str, second: str) -> bool:
         """Whether two tensors of the files are equal, bit for bit where their dtypes are the same."""
-        for (_, a), (_, b) in zip(self._rows(first), self._rows(second), strict=True):
+        rows = self._shards.slice(first).get_shape()[0]
+        for a, b in zip(self._rows(first, 0, rows), self._rows(second, 0, rows), strict=True):
             if not np.array_equal(a.astype(np.float32), b.astype(np.float32), equal_nan=True):
                 return False
         return True
 
     def read(self, name: str) -> Tensor:
         """One tensor under our name, as stored (float32, float16 or bfloat16); linears and the head as [K, N]."""
-        key, spec = self._keys[name], self.info.specs[name]
+        place, spec = self._places[name], self.info.specs[name]
         out = np.empty(spec.shape, self.info.dtypes[name])
         # Copied as plain integers: numpy moves bfloat16 one element at a time.
         bits = np.dtype(f"u{out.dtype.itemsize}")
         target = out.view(bits).T if is_transposed(spec) else out.view(bits)
-        for start, rows in self._rows(key):
-            target[start : start + len(rows)] = rows.view(bits)
+        at = 0
+        for first, end in place.runs(len(target)):
+            for rows in self._rows(place.key, first, end):
+                target[at : at + len(rows)] = rows.view(bits)
+                at += len(rows)
         return out
 
     def save_tokenizer(self, folder: Path) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from pallasite.models import llama
 from pallasite.models.config import RopeConfig, TensorSpec, read_dtype, read_rope, read_token_ids
 from pallasite.models.registry import family_of, read_config
+from pallasite.models.tensors import tensor_specs
 
 RAW = {
     "architectures": ["LlamaForCausalLM"],
@@ -257,7 +258,7 @@ def test_golden_configs_read_alike_in_both_spellings(golden, name):
 
 
 def test_tensor_specs_follow_the_config():
-    specs = llama.tensor_specs(read_config(with_(head_dim=10, attention_bias=True)))
+    specs = tensor_specs(read_config(with_(head_dim=10, attention_bias=True)))
     layer = {name.removeprefix("layers.1."): s for name, s in specs.items() if name.startswith("layers.1.")}
     assert layer == {
         "attn_norm.weight": TensorSpec((48,), "norm"),
@@ -284,11 +285,11 @@ def test_tensor_specs_follow_the_config():
 
 
 def test_a_tied_model_has_no_head_tensor():
-    assert "head.weight" not in llama.tensor_specs(read_config(with_(tie_word_embeddings=True)))
+    assert "head.weight" not in tensor_specs(read_config(with_(tie_word_embeddings=True)))
 
 
 def test_every_tensor_has_one_key_of_the_checkpoint():
-    specs = llama.tensor_specs(read_config(with_(attention_bias=True, mlp_bias=True)))
+    specs = tensor_specs(read_config(with_(attention_bias=True, mlp_bias=True)))
     ours = {
         name.format(i=i, leaf=leaf)
         for name in llama.HF_KEYS.values()

@@ -1,4 +1,5 @@
-"""Against numbers made by other people's code: transformers' Llama in float32 (tests/data/golden/*/README.md)."""
+"""Against numbers made by other people's code in float32: transformers, and the families' original modelling files
+(tests/data/golden/*/README.md)."""
 
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ from pallasite import EngineConfig, GenerationConfig, Pipeline, pipeline
 from pallasite.convert.convert import convert
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-SMALL = EngineConfig(max_batch_size=4, max_prefill_token_num=64, cache_max_entry_count=65)
+SMALL = EngineConfig(max_batch_size=4, session_len=200, max_prefill_token_num=64, cache_max_entry_count=65)
 MARGIN = 1e-3
 """Where the reference's best two logits are nearer than this, its choice is not asked for: its token is fed instead."""
 
@@ -32,16 +33,18 @@ def check_greedy(pipe: Pipeline, prompt: list[int], expected: list[int], margins
     return compared
 
 
-@pytest.mark.parametrize("name", ["llama-tied-tiny", "llama-rope3-tiny"])
-def test_llama_logits_and_greedy(name):
+@pytest.mark.parametrize("name", ["llama-tied-tiny", "llama-rope3-tiny", "internlm2-tiny"])
+def test_logits_and_greedy(name):
+    """Of every prompt of the case; greedy tokens as the original continues with its cache, where it says which."""
     expected = np.load(GOLDEN / name / "expected.npz")
+    greedy = "greedy_cached" if "greedy_cached_0" in expected else "greedy"
     with pipeline(GOLDEN / name, SMALL, progress=False) as pipe:
-        for k in range(3):
+        for k in range(sum(key.startswith("prompt_") for key in expected)):
             prompt, reference = expected[f"prompt_{k}"].tolist(), expected[f"logits_{k}"]
             error = np.abs(pipe.get_logits(prompt) - reference).max()
-            assert error <= 1e-4 * max(1.0, reference.std()), error
-            margins = expected[f"greedy_margin_{k}"].tolist()
-            compared = check_greedy(pipe, prompt, expected[f"greedy_{k}"].tolist(), margins)
+            assert error <= 1e-4 * max(1.0, reference.std()), (k, error)
+            margins = expected[f"{greedy}_margin_{k}"].tolist()
+            compared = check_greedy(pipe, prompt, expected[f"{greedy}_{k}"].tolist(), margins)
             assert compared >= 20
         assert pipe.frontend.engine.stats().compilations == 0
 
