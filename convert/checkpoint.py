@@ -19,9 +19,10 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import tensorstore
 
-from pallasite.convert.formats.huggingface import copy_tokenizer, read_json, with_all_eos
+from pallasite.convert.formats.files import read_json
+from pallasite.convert.formats.huggingface import copy_tokenizer, with_all_eos
 from pallasite.convert.formats.names import refuse_problems
-from pallasite.convert.int4 import Int4Tensor
+from pallasite.convert.int4 import Int4Tensor, permutation_id
 from pallasite.convert.source import SourceInfo, Tensor
 from pallasite.models.config import TensorSpec
 from pallasite.models.registry import read_config
@@ -29,7 +30,9 @@ from pallasite.models.tensors import tensor_specs
 
 log = logging.getLogger(__name__)
 
-FORMAT, VERSION = "pallasite-checkpoint", 1
+FORMAT, VERSION = "pallasite-checkpoint", 2
+READABLE = (1, 2)
+"""Versions that can be read. 2 knows tensors whose rows are permuted."""
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 UNFINISHED = ".unfinished"
@@ -48,10 +51,11 @@ def is_partial(folder: Path) -> bool:
 
 
 def array_parts(name: str, tensor: Tensor) -> dict[str, np.ndarray]:
-    """The plain arrays that hold a tensor: itself, or <name>.packed, .scales and .zeros or .minimums for INT4."""
+    """The plain arrays that hold a tensor: itself, or for INT4 <name>.packed, .scales, .zeros or .minimums, and
+    .permutation."""
     if not isinstance(tensor, Int4Tensor):
         return {name: tensor}
-    parts = {"packed": tensor.packed, "scales": tensor.scales, "zeros": tensor.zeros, "minimums": tensor.minimums}
+    parts = {field: getattr(tensor, field) for field in ("packed", "scales", "zeros", "minimums", "permutation")}
     return {f"{name}.{part}": array for part, array in parts.items() if array is not None}
 
 
@@ -60,13 +64,13 @@ def tensor_entry(spec: TensorSpec, tensor: Tensor) -> dict[str, Any]:
     entry: dict[str, Any] = {"shape": list(spec.shape), "kind": spec.kind}
     if not isinstance(tensor, Int4Tensor):
         return entry | {"dtype": tensor.dtype.name}
-    offset = "zeros" if tensor.minimums is None else "minimums"
-    return entry | {
+    entry |= {
         "dtype": "int4",
         "group_size": tensor.group_size,
         "scales": tensor.scales.dtype.name,
-        "offset": offset,
+        "offset": "zeros" if tensor.minimums is None else "minimums",
     }
+    return entry if tensor.permutation is None else entry | {"permutation": permutation_id(tensor.permutation)}
 
 
 class CheckpointWriter:
@@ -230,6 +234,7 @@ class Checkpoint:
             specs=specs,
             group_sizes={name: e["group_size"] for name, e in self._entries.items() if e["dtype"] == "int4"},
             dtypes={name: e["dtype"] for name, e in self._entries.items()},
+            permutations={name: e["permutation"] for name, e in self._entries.items() if "permutation" in e},
         )
 
     def _check(self, folder: Path, specs: Mapping[str, TensorSpec]) -> None:
@@ -279,6 +284,9 @@ class Checkpoint:
         if entry["dtype"] != "int4":
             return arrays[name]
         k, n = entry["shape"]
+        permutation = arrays.get(f"{name}.permutation")
+        if permutation is not None and permutation_id(permutation) != entry["permutation"]:
+            raise ValueError(f"{self._base}: array '{name}.permutation' is not the one that the manifest names")
         return Int4Tensor(
             packed=arrays[f"{name}.packed"],
             scales=arrays[f"{name}.scales"],
@@ -286,6 +294,7 @@ class Checkpoint:
             minimums=arrays.get(f"{name}.minimums"),
             group_size=entry["group_size"],
             shape=(k, n),
+            permutation=permutation,
         )
 
     def save_tokenizer(self, folder: Path) -> bool:
@@ -302,10 +311,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{path}: format is {manifest.get('format')!r}; a checkpoint of ours says {FORMAT!r}")
-    if manifest.get("format_version") != VERSION:
+    if manifest.get("format_version") not in READABLE:
         raise ValueError(
             f"{path}: format version {manifest.get('format_version')!r} is unknown; "
-            f"this pallasite reads version {VERSION}"
+            f"this pallasite reads {' and '.join(map(str, READABLE))}"
         )
     if not isinstance(manifest.get("tensors"), dict):
         raise ValueError(f"{path}: has no list of tensors")
@@ -330,8 +339,9 @@ def _expected_arrays(name: str, entry: Mapping[str, Any]) -> dict[str, tuple[tup
     k, n = entry["shape"]
     groups = (-(-k // entry["group_size"]), n)
     offset_dtype = "uint8" if entry["offset"] == "zeros" else entry["scales"]
-    return {
+    arrays: dict[str, tuple[tuple[int, ...], str]] = {
         f"{name}.packed": ((-(-k // 8), n), "int32"),
         f"{name}.scales": (groups, entry["scales"]),
         f"{name}.{entry['offset']}": (groups, offset_dtype),
     }
+    return arrays | {f"{name}.permutation": ((k,), "int32")} if "permutation" in entry else arrays

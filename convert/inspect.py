@@ -84,6 +84,8 @@ def stored_bytes(info: SourceInfo, name: str) -> int:
         k, n = shape
         # To a few percent: scales of two bytes, zeros of one.
         return 4 * -(-k // 8) * n + 3 * -(-k // info.group_sizes[name]) * n
+    if dtype == "float8_e4m3fn":
+        return math.prod(shape)
     block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
     return math.prod(shape) // block * block_bytes
 

@@ -3,9 +3,12 @@
 A matrix w [K, N] is cut into groups of `group_size` rows along K (the last group may be shorter). In group g and
 column n, w = scales[g, n] * (q - zeros[g, n]) where the source has integer zeros (AWQ, GPTQ, Q4_0, our own
 quantizer), or w = scales[g, n] * q + minimums[g, n] where it has a float minimum (GGUF Q4_1).
+
+Where a group is any g rows (GPTQ's desc_act) the rows stand sorted by group, and a permutation says which is which.
 """
 
 import dataclasses
+import hashlib
 
 import numpy as np
 
@@ -34,12 +37,18 @@ def unpack_rows(packed: np.ndarray, k: int) -> np.ndarray:
     return q.reshape(rows * 8, n)[:k]
 
 
+def permutation_id(permutation: np.ndarray) -> str:
+    """A name for a permutation, int32 [K]: equal for equal ones, and in practice different for different ones."""
+    return hashlib.blake2b(permutation.astype("<i4").tobytes(), digest_size=16).hexdigest()
+
+
 @dataclasses.dataclass(frozen=True)
 class Int4Tensor:
     """An INT4 matrix with logical shape (K, N); exactly one of `zeros` and `minimums` is given.
 
-    packed: int32 [ceil(K/8), N], see pack_rows. scales: float [ceil(K/group_size), N]. zeros: uint8, minimums: float,
-    both shaped like scales.
+    packed: int32 [ceil(K/8), N], see pack_rows. scales: float [ceil(K/group_size), N]. zeros: uint8, 0 to 15, and 16
+    where GPTQ's v1 has it; minimums: float; both shaped like scales. permutation: int32 [K], row r of `packed` is the
+    matrix's row permutation[r]; None where rows are in order.
     """
 
     packed: np.ndarray
@@ -48,6 +57,7 @@ class Int4Tensor:
     minimums: np.ndarray | None
     group_size: int
     shape: tuple[int, int]
+    permutation: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         k, n = self.shape
@@ -61,11 +71,24 @@ class Int4Tensor:
                     f"INT4 {name} has shape {getattr(self, name).shape}; "
                     f"K={k}, N={n}, group_size={self.group_size} need {shape}"
                 )
+        if self.permutation is not None and not np.array_equal(np.sort(self.permutation), np.arange(k)):
+            raise ValueError(f"INT4 permutation does not hold each of the {k} rows once")
 
     @property
     def nbytes(self) -> int:
         """Bytes held in memory."""
-        return sum(a.nbytes for a in (self.packed, self.scales, self.zeros, self.minimums) if a is not None)
+        parts = (self.packed, self.scales, self.zeros, self.minimums, self.permutation)
+        return sum(a.nbytes for a in parts if a is not None)
+
+    def columns(self, columns: np.ndarray) -> "Int4Tensor":
+        """The tensor of these columns, in this order."""
+        packed, scales, zeros, minimums = (
+            None if a is None else a[:, columns] for a in (self.packed, self.scales, self.zeros, self.minimums)
+        )
+        assert packed is not None
+        assert scales is not None
+        shape = (self.shape[0], len(columns))
+        return Int4Tensor(packed, scales, zeros, minimums, self.group_size, shape, self.permutation)
 
     def offsets(self) -> np.ndarray:
         """float32 [groups, N]: the offset of w = scale * q + offset, formed in float32 (bf16 would err by up to a
@@ -76,13 +99,23 @@ class Int4Tensor:
         return -self.zeros.astype(np.float32) * self.scales.astype(np.float32)
 
     def dequantize(self) -> np.ndarray:
-        """float32 [K, N]."""
-        k, _ = self.shape
-        q = unpack_rows(self.packed, k).astype(np.float32)
+        """float32 [K, N], its rows in order."""
+        k, n = self.shape
+        w = unpack_rows(self.packed, k).astype(np.float32)
         scales = self.scales.astype(np.float32)
-        if self.zeros is not None:
-            q -= np.repeat(self.zeros.astype(np.float32), self.group_size, axis=0)[:k]
-        q *= np.repeat(scales, self.group_size, axis=0)[:k]
-        if self.minimums is not None:
-            q += np.repeat(self.minimums.astype(np.float32), self.group_size, axis=0)[:k]
-        return q
+        whole = k // self.group_size
+        # The whole groups at once, then the shorter last one, as [groups, rows, N]; no scale is repeated in memory.
+        body = w[: whole * self.group_size].reshape(whole, self.group_size, n)
+        for rows, groups in ((body, slice(None, whole)), (w[None, whole * self.group_size :], slice(whole, None))):
+            if not rows.size:
+                continue
+            if self.zeros is not None:
+                rows -= self.zeros[groups, None].astype(np.float32)
+            rows *= scales[groups, None]
+            if self.minimums is not None:
+                rows += self.minimums[groups, None].astype(np.float32)
+        if self.permutation is None:
+            return w
+        out = np.empty_like(w)
+        out[self.permutation] = w
+        return out

@@ -29,6 +29,8 @@ _FUSED = {
 """Matrix in memory -> tensors of the checkpoint, side by side along N."""
 
 _ROW_PARALLEL = ("attn.o", "mlp.down")
+MLP_MULTIPLE = 128
+"""A shard's MLP width is padded to whole INT4 groups, but of this size at most: larger groups are split instead."""
 MIN_GROUP_SIZE = 32
 """Smallest INT4 group that stands in memory as INT4; a matrix that would need smaller ones is dequantized."""
 
@@ -66,22 +68,24 @@ def _int4_layouts(source: Source, sizes: PaddedSizes) -> tuple[dict[str, Int4Lay
     """For each layer the matrices that stay INT4 in memory, with the group size that they get there.
 
     A group may not straddle shards, nor may one end ragged; both are mended exactly by repeating scales over smaller
-    groups. Parts of a fused matrix share the smallest group size; where a part is not INT4 the matrix is floating
-    point.
+    groups. Parts of a fused matrix share the smallest group size, and one order of rows; where a part is not INT4, or
+    their orders differ, the matrix is floating point.
     """
-    config, groups = source.info.config, source.info.group_sizes
+    config, groups, orders = source.info.config, source.info.group_sizes, source.info.permutations
     layouts = []
     for i in range(config.num_layers):
         layer: dict[str, Int4Layout] = {}
         for name, parts in _FUSED.items():
-            sizes_on_disk = [groups.get(f"layers.{i}.{part}.weight") for part in parts]
-            if None in sizes_on_disk:
+            names = [f"layers.{i}.{part}.weight" for part in parts]
+            sizes_on_disk = [groups.get(name) for name in names]
+            parts_orders = {orders.get(name) for name in names}
+            if None in sizes_on_disk or len(parts_orders) > 1:
                 continue
             k, _ = _linear_shape(name, config, sizes)
             k_local = k // sizes.tp if name in _ROW_PARALLEL else k
             group = math.gcd(k_local, *(g for g in sizes_on_disk if g is not None))
             if group >= MIN_GROUP_SIZE:
-                layer[name] = Int4Layout(group)
+                layer[name] = Int4Layout(group, permuted=parts_orders != {None})
         layouts.append(layer)
     return tuple(layouts)
 
@@ -114,12 +118,14 @@ class _Reader:
         raise KeyError(path)
 
     def linear(self, i: int, name: str, leaf: str) -> np.ndarray:
-        """One array of a Linear: weight, bias, packed, scale or offset."""
+        """One array of a Linear: weight, bias, packed, scale, offset or permutation."""
         k, widths = _linear_shape(name, self.source.info.config, self.sizes)
         weights = [f"layers.{i}.{part}.weight" for part in _FUSED[name]]
         if leaf == "bias":
             biases = [self.floating(f"layers.{i}.{part}.bias") for part in _FUSED[name]]
             return _columns(biases, widths, self.sizes.tp if name not in _ROW_PARALLEL else 1)
+        if leaf == "permutation":
+            return _permutation(self.read(weights[0]), k)
         if leaf == "weight":
             parts, rows = [self.floating(w) for w in weights], k
         else:
@@ -140,6 +146,13 @@ def _int4_leaf(tensor: Tensor, leaf: str, group: int) -> np.ndarray:
     return np.repeat(values, tensor.group_size // group, axis=0)[: -(-k // group)]
 
 
+def _permutation(tensor: Tensor, rows: int) -> np.ndarray:
+    """int32 [rows]: the tensor's permutation, and the rows of padding behind it in their own places."""
+    assert isinstance(tensor, Int4Tensor)
+    assert tensor.permutation is not None
+    return np.concatenate([tensor.permutation, np.arange(len(tensor.permutation), rows, dtype=np.int32)])
+
+
 def load_model(
     source: Source,
     mesh: Mesh,
@@ -154,8 +167,8 @@ def load_model(
     with the bytes of each array placed. Memory on the host stays at a few tensors.
     """
     config, tp = source.info.config, mesh.devices.size
-    groups = [g for name, g in source.info.group_sizes.items() if ".mlp." in name] if keep_int4 else []
-    sizes = PaddedSizes.of(config, tp, mlp_multiple=max(groups, default=1))
+    groups = [g for name, g in source.info.group_sizes.items() if ".mlp.down." in name] if keep_int4 else []
+    sizes = PaddedSizes.of(config, tp, mlp_multiple=min(max(groups, default=1), MLP_MULTIPLE))
     int4 = _int4_layouts(source, sizes) if keep_int4 else tuple({} for _ in range(config.num_layers))
     compute = jnp.dtype(dtype)
     reader = _Reader(source, sizes, compute, int4)

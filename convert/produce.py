@@ -70,7 +70,7 @@ class Plain:
 
     def __init__(self, source: Source, options: Options) -> None:
         self.source, self.options = source, options
-        self.method = f"kept from {source.info.format}"
+        self.method = f"kept from {source.info.quantization or source.info.format}"
         self.sizes: Mapping[str, int] = {name: self._bytes_of(name) for name in source.info.specs}
 
     def int4_group(self, name: str) -> int | None:

@@ -19,7 +19,9 @@ class SourceInfo:
 
     config_json: the Hugging Face style config.json (made up from the metadata for GGUF). generation_json: that of
     generation_config.json, {} if absent. group_sizes: INT4 group size by tensor name, for those stored in INT4.
-    dtypes: how each tensor is stored, by name: "float32", "float16", "bfloat16", "int4", or GGUF's name of a block.
+    dtypes: how each tensor is stored, by name: "float32", "float16", "bfloat16", "int4", "float8_e4m3fn", or GGUF's
+    name of a block. permutations: of the INT4 tensors whose rows are permuted, permutation_id by name. quantization:
+    the method that the source was quantized with, if it names one ("awq").
     """
 
     format: str
@@ -30,6 +32,8 @@ class SourceInfo:
     specs: Mapping[str, TensorSpec]
     group_sizes: Mapping[str, int]
     dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    permutations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    quantization: str | None = None
 
 
 class Source(Protocol):

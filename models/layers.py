@@ -18,9 +18,13 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Int4Layout:
-    """A Linear's INT4 weight in memory: packed int32 [K/8, N], scale and offset float32 [K/group_size, N]."""
+    """A Linear's INT4 weight in memory: packed int32 [K/8, N], scale and offset float32 [K/group_size, N].
+
+    permuted: its rows are in another order than its inputs, and permutation int32 [K] is the input of each row.
+    """
 
     group_size: int
+    permuted: bool = False
 
 
 def parameter(shape: tuple[int, ...], dtype: jnp.dtype, axes: Axes) -> nnx.Param:
@@ -46,14 +50,21 @@ class Linear(nnx.Module):
             self.packed = parameter((k // 8, n), jnp.dtype(jnp.int32), axes)
             self.scale = parameter((k // int4.group_size, n), jnp.dtype(jnp.float32), axes)
             self.offset = parameter((k // int4.group_size, n), jnp.dtype(jnp.float32), axes)
+            if int4.permuted:
+                self.permutation = parameter((k,), jnp.dtype(jnp.int32), axes[:1])
         if bias:
             self.bias = parameter((n,), dtype, axes[1:])
         self.has_bias = bias
         self.quantized = int4 is not None
+        self.permuted = int4 is not None and int4.permuted
         self.reduce = reduce
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, K local] -> [T, N local] in x's dtype."""
+        if self.permuted:
+            if self.reduce:  # a shard's rows take inputs of every shard
+                x = jax.lax.all_gather(x, TP, axis=1, tiled=True)  # [T, K]
+            x = x[:, self.permutation[...]]  # [T, K local]
         if self.quantized:
             y = int4_matmul(x, self.packed[...], self.scale[...], self.offset[...])
         else:

@@ -126,10 +126,8 @@ def edit(path, **fields):
 
 
 def test_another_format_or_version_is_refused(checkpoint):
-    edit(checkpoint / "manifest.json", format_version=2)
-    with pytest.raises(
-        ValueError, match=r"manifest\.json: format version 2 is unknown; this pallasite reads version 1"
-    ):
+    edit(checkpoint / "manifest.json", format_version=3)
+    with pytest.raises(ValueError, match=r"manifest\.json: format version 3 is unknown; this pallasite reads 1 and 2"):
         open_source(checkpoint)
     edit(checkpoint / "manifest.json", format="webmanifest")
     with pytest.raises(ValueError, match="format is 'webmanifest'"):

@@ -67,7 +67,7 @@ def test_dtypes_are_read_as_stored(tmp_path, config, tensors, write_hf, dtype):
 
 
 def test_a_tensor_of_several_chunks(tmp_path, config, write_hf, tensors, monkeypatch):
-    monkeypatch.setattr("pallasite.convert.formats.huggingface.CHUNK_BYTES", 1000)  # 3 rows of 64 float32, and a rest
+    monkeypatch.setattr("pallasite.convert.formats.files.CHUNK_BYTES", 1000)  # 3 rows of 64 float32, and a rest
     source = open_source(write_hf(tmp_path, config, tensors))
     np.testing.assert_array_equal(source.read("embed.weight"), tensors[EMBED])
     np.testing.assert_array_equal(source.read("head.weight"), tensors[HEAD].T)
@@ -163,7 +163,7 @@ def test_tied_embeddings(tmp_path, config, tensors, write_hf, flag, head, outcom
 
 
 def test_a_tied_head_that_differs_in_its_last_value_is_refused(tmp_path, config, tensors, write_hf, monkeypatch):
-    monkeypatch.setattr("pallasite.convert.formats.huggingface.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("pallasite.convert.formats.files.CHUNK_BYTES", 1000)
     config["tie_word_embeddings"] = True
     tensors[HEAD] = tensors[EMBED].copy()
     tensors[HEAD][-1, -1] += 1e-3
@@ -217,7 +217,10 @@ def test_truncated_safetensors(tmp_path, config, tensors, write_hf, keep):
             {"architectures": ["GrokForCausalLM"]},
             r"unknown architecture: GrokForCausalLM; supported: .*LlamaForCausalLM",
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config 'fp8' is not supported"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            r"config\.json: quantization 'hqq' is not supported; .* awq, gptq",
+        ),
         ({"hidden_size": None}, "no 'hidden_size'"),
     ],
 )

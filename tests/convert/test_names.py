@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pallasite.convert.formats import open_source
+from pallasite.convert.formats import files, open_source
 from pallasite.convert.formats.names import Place, places, stored_specs
 from pallasite.models.config import TensorSpec
 from pallasite.models.internlm2 import HF_KEYS, columns_by_group
@@ -58,8 +58,8 @@ def test_internlm2s_wqkv_by_hand(internlm2, golden):
 def test_only_the_rows_of_a_part_are_read(internlm2, monkeypatch):
     """The fused tensor is not read three times over, nor kept."""
     read = []
-    rows = type(internlm2)._rows
-    monkeypatch.setattr(type(internlm2), "_rows", lambda *a: (read.append(a[2:]), rows(*a))[1])
+    rows = files.Shards.rows
+    monkeypatch.setattr(files.Shards, "rows", lambda *a: (read.append(a[2:]), rows(*a))[1])
     for part in "qkv":
         internlm2.read(f"layers.0.attn.{part}.weight")
     assert sum(end - first for first, end in read) == 128

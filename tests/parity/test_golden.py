@@ -7,30 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.compiling import optimized
+from support.parity import check_greedy
 
-from pallasite import EngineConfig, GenerationConfig, Pipeline, pipeline
+from pallasite import EngineConfig, GenerationConfig, pipeline
 from pallasite.convert.convert import convert
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 SMALL = EngineConfig(max_batch_size=4, session_len=200, max_prefill_token_num=64, cache_max_entry_count=65)
-MARGIN = 1e-3
-"""Where the reference's best two logits are nearer than this, its choice is not asked for: its token is fed instead."""
-
-
-def check_greedy(pipe: Pipeline, prompt: list[int], expected: list[int], margins: list[float]) -> int:
-    """Greedy tokens equal the reference's wherever its margin is clear; returns how many were compared."""
-    compared, done = 0, 0
-    while done < len(expected):
-        config = GenerationConfig(max_new_tokens=len(expected) - done, ignore_eos=True)
-        got = pipe.generate(prompt + expected[:done], config).token_ids
-        for token, right, margin in zip(got, expected[done:], margins[done:], strict=True):
-            if margin < MARGIN:
-                done += 1  # feed the golden token and go on
-                break
-            assert token == right, f"token {done}: {token} instead of {right}, margin {margin}"
-            done += 1
-            compared += 1
-    return compared
 
 
 @pytest.mark.parametrize("name", ["llama-tied-tiny", "llama-rope3-tiny", "internlm2-tiny"])
