@@ -19,6 +19,7 @@ from pallasite.models.config import ModelConfig
 from pallasite.models.decoder import Decoder, PaddedSizes
 from pallasite.models.layers import Int4Layout
 from pallasite.models.model import CacheSpec, Model, Path, materialize
+from pallasite.models.rope import page_tag
 
 _FUSED = {
     "attn.qkv": ("attn.q", "attn.k", "attn.v"),
@@ -109,13 +110,9 @@ class _Reader:
                 return _rows(self.floating("embed.weight"), self.sizes.vocab)
             case ("head", "weight"):
                 return _rows(self.floating("head.weight").T, self.sizes.vocab)
-            case ("norm", "weight"):
-                return self.floating("norm.weight")
-            case ("layers", int(i), norm, "weight"):
-                return self.floating(f"layers.{i}.{norm}.weight")
-            case ("layers", int(i), block, linear, leaf):
+            case ("layers", int(i), block, linear, leaf) if f"{block}.{linear}" in _FUSED:
                 return self.linear(i, f"{block}.{linear}", str(leaf))
-        raise KeyError(path)
+        return self.floating(".".join(map(str, path)))  # norms
 
     def linear(self, i: int, name: str, leaf: str) -> np.ndarray:
         """One array of a Linear: weight, bias, packed, scale, offset or permutation."""
@@ -190,5 +187,6 @@ def decoder_facts(config: ModelConfig, sizes: PaddedSizes, dtype: Any) -> dict[s
         "vocab_size": config.vocab_size,
         "padded_vocab": sizes.vocab,
         "max_session_len": config.max_session_len,
-        "rope_limit": config.rope.original_max_position if config.rope.kind == "dynamic" else None,
+        "default_session_len": config.max_position_embeddings,
+        "page_tag": functools.partial(page_tag, config.rope),
     }

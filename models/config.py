@@ -8,17 +8,20 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "qwen1"]
+SCALINGS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "llama3")
+"""Kinds that a config.json may name; "qwen1" follows from Qwen 1's own fields."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding.
 
-    theta: base of the frequencies. kind: how they are rescaled beyond the trained length; `factor` is the rescaling,
-    `original_max_position` the trained length (tokens), and the low/high frequency factors belong to "llama3".
+    theta: base of the frequencies. kind: how they are rescaled beyond the trained length, see models/rope.py; `factor`
+    is the rescaling, `original_max_position` the trained length (tokens), and the low/high frequency factors belong to
+    "llama3".
     """
 
     theta: float = 10000.0
@@ -31,7 +34,12 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of a decoder-only transformer; logical sizes, before any padding for tensor parallelism."""
+    """Shapes and constants of a decoder-only transformer; logical sizes, before any padding for tensor parallelism.
+
+    qk_norm: q and k of each head are normed (RMSNorm) before they are rotated. windows: for each layer how many tokens
+    a query sees, itself included (None: all before it); () where no layer has one. logn_length: queries past this
+    length are scaled by log(length) / log(logn_length).
+    """
 
     architecture: str
     vocab_size: int
@@ -48,6 +56,9 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+    logn_length: int | None = None
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -69,13 +80,17 @@ class ModelConfig:
                 f"config: num_attention_heads {self.num_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_kv_heads}"
             )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"config: {len(self.windows)} layers have a kind, and num_hidden_layers is {self.num_layers}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"config: head_dim is {self.head_dim}; rotary embeddings need an even number")
 
     @property
     def max_session_len(self) -> int | None:
         """Longest sequence (tokens) the positions allow; None where dynamic rope scaling sets no limit."""
-        return None if self.rope.kind == "dynamic" else self.max_position_embeddings
+        return None if self.rope.kind in ("dynamic", "qwen1") else self.max_position_embeddings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +116,29 @@ def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"config.json: {key} is {value!r}; it must be an integer from 1")
     return int(value)
+
+
+def read_windows(raw: Mapping[str, Any], window: int | None, first: int) -> tuple[int | None, ...]:
+    """Each layer's attention window: `window` where "layer_types" says so, and without that field from layer `first`
+    on. () where no layer has one. Raises ValueError for kinds of layers that we don't know."""
+    kinds = {"full_attention": None, "sliding_attention": window}
+    types = raw.get("layer_types")
+    if types is None:
+        count = read_size(raw, "num_hidden_layers")
+        types = ["full_attention"] * min(first, count) + ["sliding_attention"] * max(0, count - first)
+    elif unknown := sorted({str(t) for t in types if t not in kinds}):
+        raise ValueError(f"config.json: layer_types has {', '.join(unknown)}; supported are {', '.join(kinds)}")
+    elif window is None and "sliding_attention" in types:
+        raise ValueError("config.json: layer_types has sliding_attention, and there is no sliding_window in use")
+    windows = tuple(kinds[t] for t in types)
+    return windows if any(windows) else ()
+
+
+def refuse_other_values(raw: Mapping[str, Any], **supported: Any) -> None:
+    """Raise ValueError naming a field that stands in `raw` (and is not null) with another value than the supported."""
+    for name, value in supported.items():
+        if raw.get(name) is not None and raw[name] != value:
+            raise ValueError(f"config.json: {name} is {raw[name]!r}; only {value!r} is supported")
 
 
 def read_dtype(raw: Mapping[str, Any]) -> str:
@@ -129,8 +167,8 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     if len(kinds) > 1:
         raise ValueError(f"config.json: rope scaling names two kinds, {sorted(kinds)}")
     kind: Any = kinds.pop() if kinds else "default"
-    if kind not in get_args(RopeKind):
-        known = ", ".join(get_args(RopeKind))
+    if kind not in SCALINGS:
+        known = ", ".join(SCALINGS)
         raise ValueError(f"config.json: rope scaling {kind!r} is not supported; known: {known}")
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     max_position = read_size(raw, "max_position_embeddings")

@@ -14,7 +14,7 @@ from flax import nnx
 from pallasite.kernels.paged_attention import paged_attention, write_pages
 from pallasite.models.config import ModelConfig
 from pallasite.models.layers import Embedding, Head, Int4Layout, Linear, RMSNorm
-from pallasite.models.rope import apply_rope, rope_angles
+from pallasite.models.rope import apply_rope, logn_scale, rope_angles
 from pallasite.sharding.mesh import TP
 
 VOCAB_MULTIPLE = 128
@@ -29,14 +29,14 @@ KVCache = tuple[jax.Array, jax.Array]
 class TokenBatch:
     """The tokens of one call, as R rows of Q consecutive tokens of one sequence (decode: Q = 1); T = R * Q.
 
-    tokens int32 [T]; positions int32 [T], place in its sequence; rope_lengths int32 [T], see rope_angles;
-    write_pages, write_offsets int32 [T], where the token's K and V go (a scratch page for padding);
+    tokens int32 [T]; positions int32 [T], place in its sequence; prompt_lengths int32 [T], tokens of its sequence's
+    prompt; write_pages, write_offsets int32 [T], where the token's K and V go (a scratch page for padding);
     page_tables int32 [R, max_pages]; lengths int32 [R], keys the row may see, its own included (0: a padding row).
     """
 
     tokens: jax.Array
     positions: jax.Array
-    rope_lengths: jax.Array
+    prompt_lengths: jax.Array
     write_pages: jax.Array
     write_offsets: jax.Array
     page_tables: jax.Array
@@ -75,9 +75,16 @@ class PaddedSizes:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over the paged cache."""
+    """Grouped-query attention over the paged cache; window: tokens that a query sees, itself included (None: all)."""
 
-    def __init__(self, config: ModelConfig, sizes: PaddedSizes, dtype: jnp.dtype, int4: Mapping[str, Int4Layout]):
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: PaddedSizes,
+        dtype: jnp.dtype,
+        int4: Mapping[str, Int4Layout],
+        window: int | None,
+    ):
         q, kv = sizes.heads * config.head_dim, sizes.kv_heads * config.head_dim
         d = config.hidden_size
         # One matrix; each shard's columns are its own q heads, then its k, then its v.
@@ -85,6 +92,10 @@ class Attention(nnx.Module):
             d, q + 2 * kv, ("embed", "qkv"), dtype, bias=config.qkv_bias, int4=int4.get("attn.qkv"), reduce=False
         )
         self.o = Linear(q, d, ("heads", "embed"), dtype, bias=config.out_bias, int4=int4.get("attn.o"), reduce=True)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.window = window
+        self.logn_length = config.logn_length
         self.head_dim = config.head_dim
         self.group = config.num_heads // config.num_kv_heads
 
@@ -99,7 +110,11 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(
             qkv.reshape(t, -1, self.head_dim), [heads, heads + kv_heads], axis=1
         )  # [T, heads, head_dim]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if self.logn_length is not None:
+            q = (q * logn_scale(batch.positions, self.logn_length)[:, None, None]).astype(q.dtype)
         k_pages = write_pages(cache[0], k, batch.write_pages, batch.write_offsets)
         v_pages = write_pages(cache[1], v, batch.write_pages, batch.write_offsets)
         out = paged_attention(
@@ -109,6 +124,7 @@ class Attention(nnx.Module):
             batch.page_tables,
             batch.positions.reshape(r, t // r),
             batch.lengths,
+            window=self.window,
         )
         return self.o(out.reshape(t, heads * self.head_dim)), (k_pages, v_pages)
 
@@ -132,9 +148,16 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, sizes: PaddedSizes, dtype: jnp.dtype, int4: Mapping[str, Int4Layout]):
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: PaddedSizes,
+        dtype: jnp.dtype,
+        int4: Mapping[str, Int4Layout],
+        window: int | None,
+    ):
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attn = Attention(config, sizes, dtype, int4)
+        self.attn = Attention(config, sizes, dtype, int4, window)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, sizes, dtype, int4)
 
@@ -149,7 +172,7 @@ class DecoderLayer(nnx.Module):
 
 @jax.jit(static_argnums=0)
 def _run_layer(graphdef: nnx.GraphDef, state: nnx.State, x, cache, batch, cos, sin):
-    # An inner jit of its own, keyed by the structure that all layers share: the layer is traced once, not once a layer.
+    # An inner jit of its own, keyed by the structure that layers share (of each window): traced once, not once a layer.
     return nnx.merge(graphdef, state)(x, cache, batch, cos, sin)
 
 
@@ -165,7 +188,10 @@ class Decoder(nnx.Module):
     ):
         int4 = int4 or tuple({} for _ in range(config.num_layers))
         self.embed = Embedding(sizes.vocab, config.hidden_size, dtype)
-        self.layers = nnx.List([DecoderLayer(config, sizes, dtype, int4[i]) for i in range(config.num_layers)])
+        windows = config.windows or (None,) * config.num_layers
+        self.layers = nnx.List(
+            [DecoderLayer(config, sizes, dtype, *of_layer) for of_layer in zip(int4, windows, strict=True)]
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.head = None if config.tie_word_embeddings else Head(config.hidden_size, sizes.vocab, dtype)
         self.config = config
@@ -173,7 +199,7 @@ class Decoder(nnx.Module):
     def __call__(self, batch: TokenBatch, caches: list[KVCache]) -> tuple[jax.Array, list[KVCache]]:
         """Runs the batch's tokens. Returns ([T, hidden], before the final norm) and the caches, one a layer."""
         x = self.embed(batch.tokens)
-        angles = rope_angles(self.config.rope, self.config.head_dim, batch.positions, batch.rope_lengths)
+        angles = rope_angles(self.config.rope, self.config.head_dim, batch.positions, batch.prompt_lengths)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         caches = list(caches)
         for i, layer in enumerate(self.layers):

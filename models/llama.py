@@ -6,7 +6,7 @@ The decoder itself is models/decoder.py. Field meanings follow transformers' Lla
 from collections.abc import Mapping
 from typing import Any
 
-from pallasite.models.config import ModelConfig, read_dtype, read_rope, read_size, read_token_ids
+from pallasite.models.config import ModelConfig, read_dtype, read_rope, read_size, read_token_ids, refuse_other_values
 from pallasite.models.tensors import KeyTable
 
 ARCHITECTURES = ("LlamaForCausalLM",)
@@ -31,9 +31,7 @@ HF_KEYS: KeyTable = {
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig from a LlamaForCausalLM config.json. Raises ValueError naming the field that is missing or wrong."""
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"config.json: hidden_act is {activation!r}; only 'silu' is supported for Llama")
+    refuse_other_values(raw, hidden_act="silu", partial_rotary_factor=1.0)
     heads = read_size(raw, "num_attention_heads")
     hidden = read_size(raw, "hidden_size")
     attention_bias = bool(raw.get("attention_bias", False))

@@ -41,8 +41,9 @@ class CallableModel(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Model:
     """leaves are the arrays in the order of `treedef`; specs their PartitionSpecs. vocab_size is the logical one;
-    padded_vocab what `logits` returns. max_session_len: None where the model sets no limit. rope_limit: the length
-    past which a token's rotary base depends on the sequence's length, None if it never does."""
+    padded_vocab what `logits` returns. max_session_len: None where the model sets no limit; default_session_len: the
+    length that it was made for. page_tag: of a prompt's length, an int that is equal wherever equal tokens have equal K
+    and V."""
 
     graphdef: nnx.GraphDef
     treedef: Any
@@ -53,7 +54,8 @@ class Model:
     vocab_size: int
     padded_vocab: int
     max_session_len: int | None
-    rope_limit: int | None
+    default_session_len: int
+    page_tag: Callable[[int], int] = lambda prompt_length: 0
 
     def bind(self, leaves: Sequence[jax.Array]) -> CallableModel:
         """The module over `leaves` (inside a trace: the local shards)."""

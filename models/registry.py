@@ -4,10 +4,12 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from pallasite.models import internlm2, llama
+from pallasite.models import internlm2, llama, mistral, qwen, qwen2, qwen3
 from pallasite.models.config import ModelConfig
 
-_FAMILIES = {name: family for family in (llama, internlm2) for name in family.ARCHITECTURES}
+_FAMILIES = {
+    name: family for family in (internlm2, llama, mistral, qwen, qwen2, qwen3) for name in family.ARCHITECTURES
+}
 
 
 def family_of(raw: Mapping[str, Any]) -> types.ModuleType:

@@ -46,9 +46,12 @@ def tensor_specs(config: ModelConfig) -> dict[str, TensorSpec]:
         "mlp.up": (c.hidden_size, c.intermediate_size, c.mlp_bias),
         "mlp.down": (c.intermediate_size, c.hidden_size, c.mlp_bias),
     }
+    norms = {"attn_norm": c.hidden_size, "mlp_norm": c.hidden_size}
+    if c.qk_norm:
+        norms |= {"attn.q_norm": c.head_dim, "attn.k_norm": c.head_dim}
     for i in range(c.num_layers):
-        for norm in ("attn_norm", "mlp_norm"):
-            specs[f"layers.{i}.{norm}.weight"] = TensorSpec((c.hidden_size,), "norm")
+        for name, size in norms.items():
+            specs[f"layers.{i}.{name}.weight"] = TensorSpec((size,), "norm")
         for name, (k, n, bias) in linears.items():
             specs[f"layers.{i}.{name}.weight"] = TensorSpec((k, n), "linear")
             if bias:

@@ -189,7 +189,7 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         rows = self.programs.prefill_buckets[-1].rows
-        return Scheduler(self.sizes, rows, self.config.enable_prefix_caching, self.model.rope_limit)
+        return Scheduler(self.sizes, rows, self.config.enable_prefix_caching, self.model.page_tag)
 
     def _main(self) -> None:
         self._compilations.watch_this_thread()

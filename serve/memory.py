@@ -60,7 +60,7 @@ def resolve_sizes(model: Model, config: EngineConfig) -> Sizes:
     slots = config.max_batch_size or (16 if on_cpu else 128)
     page = config.cache_block_seq_len
     check_session_len(config, model.max_session_len)
-    session = config.session_len or model.max_session_len or model.rope_limit or 2048
+    session = config.session_len or model.default_session_len
     if isinstance(config.cache_max_entry_count, int):
         pages = config.cache_max_entry_count
     else:

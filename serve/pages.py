@@ -15,14 +15,13 @@ SCRATCH = 0
 """Page 0 belongs to nobody: padding and finished slots write there."""
 
 
-def page_hashes(tokens: Sequence[int], page_size: int, tags: Sequence[int] | None = None) -> list[bytes]:
-    """The hash of each full page of `tokens`. tags: an int a page that must agree too (default 0)."""
+def page_hashes(tokens: Sequence[int], page_size: int, tag: int = 0) -> list[bytes]:
+    """The hash of each full page of `tokens`; chains of different tags have no hash in common."""
     ids = np.asarray(tokens, np.int64)
     hashes: list[bytes] = []
-    previous = b""
+    previous = tag.to_bytes(8, "little")
     for i in range(len(ids) // page_size):
         digest = hashlib.blake2b(previous, digest_size=16)
-        digest.update(int(tags[i] if tags is not None else 0).to_bytes(8, "little"))
         digest.update(ids[i * page_size : (i + 1) * page_size].tobytes())
         previous = digest.digest()
         hashes.append(previous)

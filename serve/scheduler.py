@@ -7,6 +7,7 @@ prefill comes after and overwrites it.
 
 import bisect
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from pallasite.serve.config import BLOCK
@@ -23,13 +24,12 @@ class PagesShort(Exception):
 class Scheduler:
     """Sequences by phase, and the pages and slots that they hold.
 
-    rope_limit: length past which K depends on the sequence's length, so that such pages are shared only between
-    sequences with prompts of one length (None: it never does).
+    page_tag: of a prompt's length, see Model: pages are shared only between sequences whose tags are equal.
     """
 
-    def __init__(self, sizes: Sizes, max_rows: int, prefix_caching: bool, rope_limit: int | None):
+    def __init__(self, sizes: Sizes, max_rows: int, prefix_caching: bool, page_tag: Callable[[int], int]):
         self.sizes, self.max_rows = sizes, max_rows
-        self.prefix_caching, self.rope_limit = prefix_caching, rope_limit
+        self.prefix_caching, self.page_tag = prefix_caching, page_tag
         self.pool = PagePool(sizes.pages)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
@@ -91,12 +91,7 @@ class Scheduler:
         """Hashes of the full pages in the first `tokens` tokens; none where prefixes are not shared."""
         if not self.prefix_caching or seq.request.score:
             return []
-        size = self.sizes.page_size
-        tags = None
-        if self.rope_limit is not None:
-            longest = (max(seq.prompt_len, end) for end in range(size, tokens + 1, size))
-            tags = [seq.prompt_len if length > self.rope_limit else 0 for length in longest]
-        return page_hashes(seq.tokens[:tokens], size, tags)
+        return page_hashes(seq.tokens[:tokens], self.sizes.page_size, self.page_tag(seq.prompt_len))
 
     # Prefill.
 

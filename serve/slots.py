@@ -17,7 +17,7 @@ MAX_EOS_IDS = 16
 """End-of-sequence ids that a model may have, beside a request's own stop ids."""
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_INTS = ("top_k", "seed", "end", "min_position", "has_penalty", "wants_logprobs")
+_INTS = ("top_k", "seed", "end", "min_position", "prompt_length", "has_penalty", "wants_logprobs")
 _SCALARS = len(_FLOATS) + len(_INTS)
 _STOP_WIDTH = MAX_STOP_IDS + MAX_EOS_IDS
 PARAMS_WIDTH = _SCALARS + MAX_BAD_IDS + _STOP_WIDTH
@@ -76,6 +76,7 @@ class SlotParams:
     seeds: jax.Array
     ends: jax.Array
     min_positions: jax.Array
+    prompt_lengths: jax.Array
     has_penalty: jax.Array
     wants_logprobs: jax.Array
     bad_ids: jax.Array
@@ -96,6 +97,7 @@ def pack_params(seq: Sequence) -> np.ndarray:
             request.seed & 0xFFFFFFFF,
             seq.end,
             seq.prompt_len + config.min_new_tokens,
+            seq.prompt_len,
             penalized,
             config.logprobs is not None,
         ],
@@ -123,8 +125,9 @@ def unpack_params(params: jax.Array) -> SlotParams:
         seeds=lax.bitcast_convert_type(ints[:, 1], jnp.uint32),
         ends=ints[:, 2],
         min_positions=ints[:, 3],
-        has_penalty=ints[:, 4] != 0,
-        wants_logprobs=ints[:, 5] != 0,
+        prompt_lengths=ints[:, 4],
+        has_penalty=ints[:, 5] != 0,
+        wants_logprobs=ints[:, 6] != 0,
         bad_ids=params[:, _SCALARS : _SCALARS + MAX_BAD_IDS],
         stop_ids=params[:, _SCALARS + MAX_BAD_IDS :],
     )

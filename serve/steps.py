@@ -23,7 +23,7 @@ from pallasite.serve.types import MAX_LOGPROBS, Sequence
 NOTHING = -1
 """In a step's tokens: this slot had stopped before."""
 
-_ROW = ("slot", "start", "count", "first_block", "prompt_len", "final")
+_ROW = ("slot", "start", "count", "first_block", "final")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PrefillLayout:
             tokens[block * BLOCK : block * BLOCK + chunk.count] = seq.tokens[chunk.start : chunk.start + chunk.count]
             block_rows[block : block + chunk.blocks] = i
             slot = seq.slot if seq.slot >= 0 else self.scratch_slot
-            rows[i] = (slot, chunk.start, chunk.count, block, seq.prompt_len, chunk.final)
+            rows[i] = (slot, chunk.start, chunk.count, block, chunk.final)
             params[i] = pack_params(seq)
             tables[i, : len(seq.pages)] = seq.pages
             block += chunk.blocks
@@ -86,7 +86,7 @@ class PrefillLayout:
         return np.concatenate([tokens, block_rows, rows.ravel(), params.ravel(), tables.ravel()])
 
     def unpack(self, packed: jax.Array) -> tuple[jax.Array, ...]:
-        """tokens [T], block_rows [T / BLOCK], rows [R, 6], params [R, PARAMS_WIDTH], tables [R, max_pages]."""
+        """tokens [T], block_rows [T / BLOCK], rows [R, 5], params [R, PARAMS_WIDTH], tables [R, max_pages]."""
         shapes = [
             (self.tokens,),
             (self.blocks,),
@@ -105,20 +105,17 @@ class PrefillLayout:
 def _prefill_batch(layout: PrefillLayout, packed: jax.Array, page_size: int):
     """The TokenBatch of a packed prefill, and the rows' fields, parameters, page tables and last tokens' places."""
     tokens, block_rows, rows, params, tables = layout.unpack(packed)
-    slots, starts, counts, first_blocks, prompt_lens, final = rows.T
+    slots, starts, counts, first_blocks, final = rows.T
     token_rows = jnp.repeat(block_rows, BLOCK)  # [T]
     place = jnp.arange(layout.tokens) - first_blocks[token_rows] * BLOCK  # [T], within the row's chunk
     live = (place >= 0) & (place < counts[token_rows])
     positions = jnp.where(live, starts[token_rows] + place, 0)
     page_of = tables[token_rows, positions // page_size]
-    # A token of the prompt keeps the base of the prompt's length, one that was generated (and is recomputed after a
-    # preemption) that of its own length.
-    rope_lengths = jnp.where(positions < prompt_lens[token_rows], prompt_lens[token_rows], positions + 1)
     block_live = live[::BLOCK]
     batch = TokenBatch(
         tokens=tokens,
         positions=positions,
-        rope_lengths=rope_lengths,
+        prompt_lengths=unpack_params(params).prompt_lengths[token_rows],
         write_pages=jnp.where(live, page_of, SCRATCH),
         write_offsets=positions % page_size,
         page_tables=tables[block_rows],
@@ -204,7 +201,7 @@ def decode(
         batch = TokenBatch(
             tokens=tokens,
             positions=positions,
-            rope_lengths=positions + 1,
+            prompt_lengths=fields.prompt_lengths,
             write_pages=jnp.where(done, SCRATCH, pages),
             write_offsets=positions % page_size,
             page_tables=tables,

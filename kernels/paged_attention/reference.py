@@ -34,19 +34,22 @@ def paged_attention(
     page_tables: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
+    *,
+    window: int | None = None,
 ) -> jax.Array:
     """Causal attention of query rows to their sequences' pages, with grouped query heads.
 
     q [R, Q, heads, head_dim]; k_pages, v_pages [pages, kv_heads, page_size, head_dim]; page_tables int32
     [R, max_pages]; positions int32 [R, Q]: a query sees the keys at positions up to its own; lengths int32 [R]: keys
-    that the row may see (0 for a padding row, whose output is zero). Scores are scaled by head_dim ** -0.5; softmax
+    that the row may see (0 for a padding row, whose output is zero). With a `window` a query sees its own position and
+    the window - 1 before it. Each row's first query is its earliest. Scores are scaled by head_dim ** -0.5; softmax
     and accumulation are float32. Returns [R, Q, heads, head_dim] in q's dtype.
     """
     arguments = (q, k_pages, v_pages, page_tables, positions, lengths)
     return lax.platform_dependent(
         *arguments,
-        cpu=functools.partial(_attend, block_tokens=BLOCK_TOKENS_CPU),
-        default=functools.partial(_attend, block_tokens=BLOCK_TOKENS),
+        cpu=functools.partial(_attend, window=window, block_tokens=BLOCK_TOKENS_CPU),
+        default=functools.partial(_attend, window=window, block_tokens=BLOCK_TOKENS),
     )
 
 
@@ -58,6 +61,7 @@ def _attend(
     positions: jax.Array,
     lengths: jax.Array,
     *,
+    window: int | None,
     block_tokens: int,
 ) -> jax.Array:
     r, nq, heads, dim = q.shape
@@ -83,6 +87,8 @@ def _attend(
         ids = lax.dynamic_slice_in_dim(page_tables, j * per_block, per_block, axis=1)
         keys = j * span + jnp.arange(span, dtype=jnp.int32)  # [span]
         seen = keys <= limits[..., None]  # [R, Q, span]
+        if window is not None:
+            seen &= keys > positions[..., None] - window
         mask = jnp.broadcast_to(seen[:, None, None], (r, kv_heads, group, nq, span)).reshape(r, kv_heads, -1, span)
         k = gather(k_pages, ids)
         # A freed page may hold anything, NaN included, and 0 * NaN is NaN: unseen values are cleared, not weighed 0.
@@ -105,6 +111,10 @@ def _attend(
         jnp.zeros((*shape, dim), jnp.float32),
     )
     blocks = (lengths.max() + span - 1) // span
-    _, total, acc = lax.fori_loop(0, blocks, step, start)
+    first = jnp.int32(0)
+    if window is not None:  # blocks before everybody's window are passed over
+        earliest = jnp.where(lengths > 0, positions[:, 0] - window + 1, lengths.max())
+        first = jnp.maximum(earliest.min(), 0) // span
+    _, total, acc = lax.fori_loop(first, blocks, step, start)
     out = acc / jnp.maximum(total, 1e-30)  # a padding row has total 0
     return out.reshape(r, kv_heads, group, nq, dim).transpose(0, 3, 1, 2, 4).reshape(r, nq, heads, dim).astype(q.dtype)

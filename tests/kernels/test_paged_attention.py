@@ -1,5 +1,7 @@
 """Paged attention and page writes against dense attention in float64, over tables that scatter the pages."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,27 +35,27 @@ class Pool:
                 self.k_pages[page, :, : part.stop - part.start] = k[part].swapaxes(0, 1)
                 self.v_pages[page, :, : part.stop - part.start] = v[part].swapaxes(0, 1)
 
-    def dense(self, q: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def dense(self, q: np.ndarray, positions: np.ndarray, window: int | None = None) -> np.ndarray:
         """float64 [R, Q, heads, DIM]: every query alone, with a plain softmax over the keys that it sees."""
         out = np.zeros(q.shape)
         group = q.shape[2] // self.kv_heads
         for r, i, h in np.ndindex(q.shape[:3]):
             end = min(positions[r, i] + 1, self.lengths[r])
-            if end <= 0:
+            first = max(0, positions[r, i] + 1 - window) if window else 0
+            if end <= first:
                 continue
-            k, v = self.keys[r][:end, h // group].astype(float), self.values[r][:end, h // group].astype(float)
+            seen = slice(first, end)
+            k, v = self.keys[r][seen, h // group].astype(float), self.values[r][seen, h // group].astype(float)
             scores = k @ q[r, i, h].astype(float) / np.sqrt(DIM)
             weights = np.exp(scores - scores.max())
             out[r, i, h] = weights @ v / weights.sum()
         return out
 
-    def check(self, q: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        got = np.asarray(
-            jax.jit(paged_attention)(
-                q, self.k_pages, self.v_pages, self.tables, positions, np.asarray(self.lengths, np.int32)
-            )
-        )
-        np.testing.assert_allclose(got, self.dense(q, positions), atol=2e-6, rtol=1e-5)
+    def check(self, q: np.ndarray, positions: np.ndarray, window: int | None = None) -> np.ndarray:
+        attend = jax.jit(functools.partial(paged_attention, window=window))
+        lengths = np.asarray(self.lengths, np.int32)
+        got = np.asarray(attend(q, self.k_pages, self.v_pages, self.tables, positions, lengths))
+        np.testing.assert_allclose(got, self.dense(q, positions, window), atol=2e-6, rtol=1e-5)
         return got
 
 
@@ -88,6 +90,30 @@ def test_contexts_longer_than_one_block_of_keys():
 def test_a_table_wider_than_a_block_and_no_multiple_of_it():
     pool = Pool([300, 17], 16, max_pages=21)  # 8 pages are one block
     pool.check(queries(2, 1, 2), np.asarray([[299], [16]], np.int32))
+
+
+@pytest.mark.parametrize("window", [1, 17, BLOCK_TOKENS_CPU, 1000])
+def test_a_window_ends_behind_the_query(window):
+    """Decoding, and blocks of 8 queries; the first block of keys holds nothing that the longest row may see."""
+    lengths = [1, 15, 16, 17, 130, 600]
+    pool = Pool(lengths, 16, max_pages=40)
+    pool.check(queries(6, 1, 4), np.asarray(lengths, np.int32)[:, None] - 1, window)
+    starts = np.asarray([0, 7, 8, 9, 122, 592])
+    pool.check(queries(6, 8, 4), (starts[:, None] + np.arange(8)).astype(np.int32), window)
+
+
+def test_blocks_before_every_window_are_not_read():
+    """And padding, whose positions are 0, doesn't make them be: a row of length 0, and queries behind a row's last."""
+    pool = Pool([BLOCK_TOKENS_CPU * 4, 0, BLOCK_TOKENS_CPU * 5], 16)
+    block = BLOCK_TOKENS_CPU // 16
+    for row in (0, 2):
+        pool.v_pages[pool.tables[row, : 2 * block]] = np.nan
+    positions = np.asarray([[505, 506, 511, 0], [0, 0, 0, 0], [620, 630, 639, 0]], np.int32)
+    lengths = np.asarray(pool.lengths, np.int32)
+    attend = jax.jit(functools.partial(paged_attention, window=BLOCK_TOKENS_CPU))
+    got = attend(queries(3, 4, 4), pool.k_pages, pool.v_pages, pool.tables, positions, lengths)
+    want = pool.dense(queries(3, 4, 4), positions, BLOCK_TOKENS_CPU)
+    np.testing.assert_allclose(np.asarray(got)[:, :3], want[:, :3], atol=2e-6, rtol=1e-5)
 
 
 def test_large_scores_neither_overflow_nor_lose_the_largest_key():

@@ -30,7 +30,7 @@ def build(make, tp: int = 1, **arrays: np.ndarray) -> Model:
         vocab_size=1,
         padded_vocab=1,
         max_session_len=None,
-        rope_limit=None,
+        default_session_len=64,
     )
 
 
@@ -223,7 +223,7 @@ def test_decoder_logits_are_whole_and_minus_infinity_past_the_vocabulary(tied, t
         vocab_size=151,
         padded_vocab=sizes.vocab,
         max_session_len=64,
-        rope_limit=None,
+        default_session_len=64,
     )
     x = rng_floats(2, 8, seed=1)
     got = np.asarray(run(model, lambda module, x: module.logits(x), x))

@@ -1,15 +1,18 @@
 """Rotary embedding against the papers' formulas in float64, written here a second time."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallasite.models.config import RopeConfig
-from pallasite.models.rope import apply_rope, rope_angles, static_frequencies
+from pallasite.models.rope import apply_rope, logn_scale, page_tag, rope_angles, static_frequencies
 
 LINEAR = RopeConfig(theta=10000.0, kind="linear", factor=4.0, original_max_position=512)
 LLAMA3 = RopeConfig(500000.0, "llama3", 8.0, 8192, 1.0, 4.0)
 DYNAMIC = RopeConfig(theta=10000.0, kind="dynamic", factor=2.0, original_max_position=64)
+QWEN1 = RopeConfig(theta=10000.0, kind="qwen1", original_max_position=64)
 
 
 def frequencies(theta: float, dim: int) -> np.ndarray:
@@ -72,11 +75,13 @@ def test_angles_at_position_100000(rope):
     assert got[3, 0] == np.float32(100000 * static_frequencies(rope, dim)[0])
 
 
-def test_dynamic_takes_each_tokens_own_length():
-    """One call with tokens of sequences of 40, 64, 65 and 130 tokens, trained length 64: a long one moves no other."""
-    dim, lengths, positions = 32, [40, 64, 65, 130, 130], [39, 10, 64, 7, 129]
-    got = angles(DYNAMIC, dim, positions, lengths)
-    for row, length, position in zip(got, lengths, positions, strict=True):
+def test_a18_dynamic_takes_each_tokens_own_length():
+    """One call with tokens of prompts of 40, 64, 65 and 130 tokens, trained length 64: a long one moves no other, and
+    tokens generated after them (position 40 and on) count their own length."""
+    dim, prompts, positions = 32, [40, 64, 65, 130, 130, 40, 40, 65], [39, 10, 64, 7, 129, 62, 99, 139]
+    got = angles(DYNAMIC, dim, positions, prompts)
+    for row, prompt, position in zip(got, prompts, positions, strict=True):
+        length = prompt if position < prompt else position + 1
         growth = DYNAMIC.factor * max(length, 64) / 64 - (DYNAMIC.factor - 1)
         base = DYNAMIC.theta * growth ** (dim / (dim - 2))
         np.testing.assert_allclose(row, position * frequencies(base, dim), rtol=5e-6)
@@ -85,6 +90,35 @@ def test_dynamic_takes_each_tokens_own_length():
 def test_dynamic_up_to_the_trained_length_is_the_default():
     got = angles(DYNAMIC, 32, [0, 5, 63], [1, 6, 64])
     np.testing.assert_allclose(got, angles(RopeConfig(1e4), 32, [0, 5, 63]), rtol=2e-6)
+
+
+def test_a18_qwen1_keeps_the_prompts_base():
+    """By the original's formula with its logarithm; the powers of two, where it is an integer, are among the cases."""
+    dim, prompts = 32, [1, 40, 64, 65, 127, 128, 129, 256, 257, 511, 512, 513, 100_000]
+    for position in (0, 39, 100_000):
+        got = angles(QWEN1, dim, [position] * len(prompts), prompts)
+        for row, prompt in zip(got, prompts, strict=True):
+            alpha = max(2 ** math.ceil(math.log2(prompt / 64) + 1) - 1, 1)
+            base = QWEN1.theta * alpha ** (dim / (dim - 2))
+            np.testing.assert_allclose(row, position * frequencies(base, dim), rtol=5e-6)
+    assert np.isfinite(angles(QWEN1, dim, [0], [0])).all()  # padding
+
+
+@pytest.mark.parametrize("rope", [DYNAMIC, QWEN1, LLAMA3], ids=lambda rope: rope.kind)
+def test_tags_are_equal_where_all_bases_are(rope):
+    """Over prompts of 1 to 300 tokens: angles at all positions, of the prompt or generated after it."""
+    positions, prompts = np.arange(320), np.arange(1, 301)
+    count = len(positions)
+    got = angles(rope, 16, np.tile(positions, len(prompts)), np.repeat(prompts, count)).reshape(len(prompts), -1)
+    tags = np.asarray([page_tag(rope, int(p)) for p in prompts])
+    _, kinds = np.unique(got, axis=0, return_inverse=True)
+    same = kinds[:, None] == kinds
+    np.testing.assert_array_equal(same, tags[:, None] == tags)
+
+
+def test_logn_by_hand():
+    got = logn_scale(jnp.asarray([0, 62, 63, 64, 127, 4095]), 64)
+    np.testing.assert_allclose(got, [1, 1, 1, math.log(65) / math.log(64), 7 / 6, 2], rtol=1e-6)
 
 
 def test_other_kinds_do_not_look_at_the_length():

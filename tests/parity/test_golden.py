@@ -16,7 +16,18 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 SMALL = EngineConfig(max_batch_size=4, session_len=200, max_prefill_token_num=64, cache_max_entry_count=65)
 
 
-@pytest.mark.parametrize("name", ["llama-tied-tiny", "llama-rope3-tiny", "internlm2-tiny"])
+CASES = [
+    "llama-tied-tiny",
+    "llama-rope3-tiny",
+    "internlm2-tiny",
+    "qwen1-tiny",
+    "qwen2-tiny",
+    "qwen3-tiny",
+    "mistral-swa-tiny",
+]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_logits_and_greedy(name):
     """Of every prompt of the case; greedy tokens as the original continues with its cache, where it says which."""
     expected = np.load(GOLDEN / name / "expected.npz")

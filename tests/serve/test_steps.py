@@ -26,9 +26,8 @@ def test_two_chunks_in_one_step():
     places = np.r_[32:70, 0:3]
     np.testing.assert_array_equal(batch.tokens[live], [*range(132, 170), 7, 8, 9])
     np.testing.assert_array_equal(batch.positions[live], places)
-    # Prompt tokens keep the base of the prompt's length, generated ones that of their own.
-    own = [50 if p < 50 else p + 1 for p in range(32, 70)]
-    np.testing.assert_array_equal(batch.rope_lengths[live], [*own, 3, 3, 3])
+    # The prompt's, not that of all tokens to prefill, nor the chunk's.
+    np.testing.assert_array_equal(batch.prompt_lengths[live], [50] * 38 + [3] * 3)
     pages = [[5, 6, 7, 2, 3][p // 16] for p in range(32, 70)] + [9] * 3
     np.testing.assert_array_equal(batch.write_pages[live], pages)
     np.testing.assert_array_equal(batch.write_offsets[live], places % 16)

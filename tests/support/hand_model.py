@@ -93,7 +93,7 @@ def hand_model(
         vocab_size=vocab,
         padded_vocab=128,
         max_session_len=max_session_len,
-        rope_limit=None,
+        default_session_len=max_session_len or 2048,
     )
 
 
