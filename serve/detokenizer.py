@@ -1,7 +1,8 @@
 """Token ids to text as they come: whole characters only, and nothing of a stop word.
 
 A token may hold part of a character, and its text may depend on the token before it (a leading space). So text is the
-difference of two decodings of a short window, and is held back while it ends in a replacement character.
+difference of two decodings of a short window, and replacement characters at its end are held back: they may be the
+first bytes of a character.
 """
 
 from collections import defaultdict
@@ -13,37 +14,57 @@ CONTEXT_TOKENS = 6
 """Prompt tokens that the first decoded tokens are seen together with."""
 MAX_HELD_TOKENS = 16
 """A character has at most four bytes: what is still incomplete after so many tokens is no text, and is let go."""
+MAX_CHARACTER_TOKENS = 4
+"""Tokens that one character may be spread over: bytes in UTF-8."""
 
 
 class Detokenizer:
-    """Text of one answer, piece by piece."""
+    """Text of one answer, piece by piece.
+
+    The window is ids[start:]. ids[start:read] have been given out and are its context; of the window's text the first
+    `shown` characters have been given out.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool):
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids = list(prompt[-CONTEXT_TOKENS:])
-        if self._decode(0, len(self._ids)).endswith("\ufffd"):
-            self._ids = []  # a prompt cut inside a character: its tail is no context
-        self._start, self._read = 0, len(self._ids)
+        context = self._decode(0, len(self._ids))
+        if context.endswith("\ufffd"):
+            self._ids, context = [], ""  # a prompt cut inside a character: its tail is no context
+        self._start, self._read, self._shown = 0, len(self._ids), len(context)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; "" while a character is unfinished."""
-        self._ids.append(token_id)
-        before = self._decode(self._start, self._read)
-        text = self._decode(self._start, len(self._ids))
-        held = len(self._ids) - self._read
-        if len(text) <= len(before) or (text.endswith("\ufffd") and held <= MAX_HELD_TOKENS):
+        """The text that is certain with this token; "" while a character is unfinished."""
+        if self._skip and token_id in self._tokenizer.hidden_ids:
             return ""
-        self._start, self._read = self._read, len(self._ids)
-        return text[len(before) :]
+        self._ids.append(token_id)
+        end = len(self._ids)
+        text = self._decode(self._start, end)
+        certain = text.rstrip("\ufffd")
+        if len(certain) < len(text) and end - self._read > MAX_HELD_TOKENS:
+            return self._let_go(end - MAX_CHARACTER_TOKENS + 1)
+        new = certain[self._shown :]
+        self._shown = max(self._shown, len(certain))
+        if new and len(certain) == len(text):
+            self._start, self._read = self._read, end
+            self._shown = len(self._decode(self._start, end))
+        return new
 
     def finish(self) -> str:
         """What is still held back: at most an incomplete character, of which one U+FFFD is left."""
-        before = self._decode(self._start, self._read)
-        text = self._decode(self._start, len(self._ids))[len(before) :]
+        text = self._decode(self._start, len(self._ids))[self._shown :]
         self._start = self._read = len(self._ids)
+        self._shown = 0
         # Where bytes are tokens of their own, one cut character may turn a whole run of bytes into replacements.
         whole = text.rstrip("\ufffd")
         return text[: len(whole) + 1]
+
+    def _let_go(self, end: int) -> str:
+        """Give out the text up to ids[end], incomplete as it is; what follows is a window of its own."""
+        text = self._decode(self._start, end)[self._shown :]
+        self._start = self._read = end
+        self._shown = 0
+        return text
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip)

@@ -89,4 +89,6 @@ def _mesh(config: EngineConfig) -> Mesh:
 def _load_tokenizer(source: Source) -> Tokenizer | None:
     """The source's tokenizer, by way of a temporary folder: a GGUF file has it in its metadata."""
     with tempfile.TemporaryDirectory(prefix="pallasite-") as folder:
-        return Tokenizer.load(Path(folder)) if source.save_tokenizer(Path(folder)) else None
+        if not source.save_tokenizer(Path(folder)):
+            return None
+        return Tokenizer.load(Path(folder), source.info.config_json, source.info.generation_json)

@@ -2,12 +2,14 @@
 
 import random
 import time
+import unicodedata
 
 import pytest
-from support.small_tokenizers import byte_level, load, pieces
+from support.small_tokenizers import SAVERS, byte_level, load
 
 from pallasite.serve.detokenizer import CONTEXT_TOKENS, MAX_HELD_TOKENS, AnswerText, Detokenizer, StopWords
 from pallasite.serve.tokenizer import Tokenizer
+from pallasite.serve.tokenizer_bytes import ByteCodec
 
 CHARACTERS = ["聪", "👨‍👩‍👧‍👦", "🇨🇳", "e\u0301", "𠮷", "naïve 聪明 👍🏽!", "\ufffd", "a\u200db", "한국어 텍스트"]
 SPACES = [
@@ -24,10 +26,11 @@ SPACES = [
 PROMPTS = ["", "Hello", "Say:", "聪明", "a ", "The quick brown fox jumps over the lazy dog"]
 
 
-@pytest.fixture(scope="module", params=["bytes", "pieces", "pieces-first"])
+@pytest.fixture(scope="module", params=list(SAVERS))
 def tokenizer(request, tmp_path_factory) -> Tokenizer:
-    made = {"bytes": byte_level, "pieces": pieces, "pieces-first": lambda: pieces("first")}[request.param]()
-    return load(made, tmp_path_factory.mktemp(request.param))
+    loaded = Tokenizer.load(SAVERS[request.param](tmp_path_factory.mktemp(request.param)))
+    assert loaded is not None
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +60,18 @@ def continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids[len(anchor) :]
 
 
+def composed(text: str) -> str:
+    """As first-generation Qwen sees a text."""
+    return unicodedata.normalize("NFC", text)
+
+
 @pytest.mark.parametrize("text", CHARACTERS)
 def test_b01_a_character_of_several_tokens_comes_whole(tokenizer, text):
     prompt, ids = tokenizer.encode("Say:", add_special_tokens=False), continuation(tokenizer, text)
     assert len(ids) > 1
     deltas = stream(tokenizer, prompt, ids)
-    assert "".join(deltas) == whole(tokenizer, prompt, ids) == text
+    assert "".join(deltas) == whole(tokenizer, prompt, ids)
+    assert "".join(deltas) in (text, composed(text))
     assert "\ufffd" not in "".join(deltas).replace("\ufffd", "", text.count("\ufffd"))
 
 
@@ -81,7 +90,7 @@ def test_b01_cut_in_the_middle_of_a_character(tokenizer, text):
         *deltas, last = stream(tokenizer, prompt, ids[:end])
         assert "".join(deltas) == complete
         assert last == ("\ufffd" if cut else "")
-    assert complete == "ok " + text
+    assert complete in ("ok " + text, "ok " + composed(text))
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -121,15 +130,31 @@ def test_special_tokens_are_skipped_or_shown(tokenizer):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_tokens_join_to_the_full_decode(of_bytes, seed):
+@pytest.mark.parametrize("name", ["bytes", "qwen"])
+def test_random_tokens_join_to_the_full_decode(name, seed, tmp_path):
     """Tokens that no text has: halves of characters, bytes that are never UTF-8, and between them text."""
+    tokenizer = Tokenizer.load(SAVERS[name](tmp_path))
+    assert tokenizer is not None
     rng = random.Random(seed)
-    ids = [rng.randrange(3, 400) for _ in range(60)]
-    ids[5::6] = of_bytes.encode("abcdefghij", add_special_tokens=False)[:1] * len(ids[5::6])
-    deltas = stream(of_bytes, [], ids)
-    assert "".join(deltas) == whole(of_bytes, [], ids)
+    ids = [rng.randrange(3, 300) for _ in range(200)]
+    deltas = stream(tokenizer, [], ids)
+    full = whole(tokenizer, [], ids)
+    # What is cut at the end is one character.
+    assert "".join(deltas) == full.rstrip("\ufffd") + "\ufffd" * full.endswith("\ufffd")
     for delta in deltas:
         delta.encode()  # no surrogates: valid UTF-8
+
+
+@pytest.mark.parametrize("character", ["é", "聪", "👍"])
+@pytest.mark.parametrize("before", [0, 1, *range(MAX_HELD_TOKENS - 3, MAX_HELD_TOKENS + 4), 3 * MAX_HELD_TOKENS])
+@pytest.mark.parametrize("name", ["bytes", "qwen"])
+def test_a_character_after_invalid_bytes_comes_whole(name, before, character, tmp_path):
+    tokenizer = Tokenizer.load(SAVERS[name](tmp_path))
+    assert tokenizer is not None
+    good = tokenizer.encode(character)
+    assert len(good) == len(character.encode())
+    ids = [good[-1]] * before + good
+    assert "".join(stream(tokenizer, tokenizer.encode("Say:"), ids)) == "\ufffd" * before + character
 
 
 def test_long_runs_of_invalid_bytes_come_out_and_cost_nothing_more(of_bytes, monkeypatch):
@@ -266,6 +291,38 @@ def test_c12_before_the_minimum_stop_words_are_text(tokenizer):
     assert answer(tokenizer, "Say:", "the end the end", ["end"], min_tokens=count) == ("the end the end", False)
     first = len(continuation(tokenizer, "the end"))
     assert answer(tokenizer, "Say:", "the end the end!", ["end"], min_tokens=first) == ("the end the ", True)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_word_in_a_token_that_ends_in_half_a_character(include):
+    """Found when the token comes, also if it is the last one; what stands before the half is not held back."""
+    tokens = {0: b"Say:", 1: b" do", 2: b" Stop\xe8", 3: b"\x81\xaa!"}
+    codec = ByteCodec(
+        encode=lambda text: [], tokens=tokens, special={"<x>": 9}, hidden=frozenset(), bos=None, eos=9, names={},
+        chat_template=None,
+    )  # fmt: skip
+    of_halves = Tokenizer(codec, None)
+    stream = AnswerText(Detokenizer(of_halves, [0], True), StopWords(["Stop"], include))
+    assert stream.push(1, may_stop=True) == (" do", False)
+    assert stream.push(2, may_stop=True) == (" Stop" if include else " ", True)
+    assert stream.finish() == ""
+    detokenizer = Detokenizer(of_halves, [0], True)
+    assert [*(detokenizer.push(i) for i in (1, 2, 3)), detokenizer.finish()] == [" do", " Stop", "聪!", ""]
+
+
+def test_special_tokens_without_end_cost_nothing(of_bytes, monkeypatch):
+    """As a chat model gives them under ignore_eos: they are skipped, and the window does not grow."""
+    [end] = of_bytes.encode("<|im_end|>")
+    windows = []
+
+    def decode(ids, *, skip_special_tokens):
+        windows.append(len(ids))
+        return Tokenizer.decode(of_bytes, ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(of_bytes, "decode", decode)
+    ids = [*of_bytes.encode("the"), *[end] * 500, *of_bytes.encode(" end")]
+    assert "".join(stream(of_bytes, of_bytes.encode("Say:"), ids)) == "the end"
+    assert max(windows) <= CONTEXT_TOKENS + 10
 
 
 def test_held_text_comes_with_finish(tokenizer):

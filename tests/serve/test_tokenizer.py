@@ -4,16 +4,16 @@ import json
 import shutil
 
 import pytest
-from support.small_tokenizers import CHATML, STRICT, byte_level, load, pieces, save
+from support.small_tokenizers import CHATML, SAVERS, STRICT, byte_level, load, save
 
 from pallasite.serve.tokenizer import Tokenizer
 
-MAKERS = {"bytes": byte_level, "pieces": pieces, "pieces-first": lambda: pieces("first")}
 
-
-@pytest.fixture(scope="module", params=list(MAKERS))
+@pytest.fixture(scope="module", params=list(SAVERS))
 def tokenizer(request, tmp_path_factory) -> Tokenizer:
-    return load(MAKERS[request.param](), tmp_path_factory.mktemp(request.param))
+    loaded = Tokenizer.load(SAVERS[request.param](tmp_path_factory.mktemp(request.param)))
+    assert loaded is not None
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,11 @@ def test_raw_texts_are_taken_at_their_word(tokenizer):
     assert ids[0] == special(tokenizer, "<|im_start|>")
 
 
-def test_eos_is_the_files_own(tokenizer):
-    assert tokenizer.eos_ids == (special(tokenizer, "<|im_end|>"),)
+@pytest.mark.parametrize(("name", "eos"), [("bytes", "<|im_end|>"), ("qwen", "<|endoftext|>"), ("internlm2", "</s>")])
+def test_eos_is_the_files_own(name, eos, tmp_path):
+    loaded = Tokenizer.load(SAVERS[name](tmp_path))
+    assert loaded is not None
+    assert loaded.eos_ids == (special(loaded, eos),)
 
 
 def test_a_conversation_is_the_rendered_template(tokenizer):

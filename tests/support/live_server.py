@@ -17,8 +17,11 @@ from pallasite.serve.grpc.limits import join_address
 from pallasite.serve.grpc.server import Server
 from pallasite.serve.proto import pallasite_pb2 as pb
 from pallasite.serve.proto import pallasite_pb2_grpc
+from pallasite.serve.templates import ChatTemplate
 from pallasite.serve.tokenizer import Tokenizer
+from pallasite.serve.tokenizer_fast import FastCodec
 from support.hand_model import continuation
+from support.small_tokenizers import byte_letters
 
 SESSION_LEN = 512
 SLOTS = 4
@@ -127,22 +130,15 @@ TEMPLATE = (
 
 def tiny_tokenizer() -> Tokenizer:
     """Byte-level, without merges: ids 0 to 3 are special, each other is one byte."""
-    letters = _byte_letters()
+    letters = byte_letters()
     symbols = [letters[b] for b in dict.fromkeys(BYTES)]
     ids = {token: i for i, token in enumerate([*SPECIAL, *symbols])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(SPECIAL)
-    hf = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", chat_template=TEMPLATE)
-    return Tokenizer(hf)
-
-
-def _byte_letters() -> dict[int, str]:
-    """The letter that the byte-level alphabet (GPT-2's) writes for each byte."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in plain]
-    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
+    hf = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    return Tokenizer(FastCodec(hf), ChatTemplate(TEMPLATE))
 
 
 TEXT_VOCAB = len(SPECIAL) + len(dict.fromkeys(BYTES))
