@@ -77,13 +77,13 @@ class Engine:
         self.programs = Programs(model, self.sizes, progress)
         self.scheduler = self._new_scheduler()
         self._lock = threading.Condition()
-        self._inbox: deque[Request] = deque()
+        self._inbox: deque[Sequence] = deque()
         self._cancels: set[str] = set()
         self._closing = False
         self._closed = False
         self._process = os.getpid()
         self._failure: BaseException | None = None
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, Sequence] = {}  # all that are open, by request id, those in the inbox included
         self._order = itertools.count()
         self._flight: deque[Launch] = deque()
         self._launching: list[Sequence] = []  # whose step is being launched: it may fail before it is in flight
@@ -108,6 +108,10 @@ class Engine:
                 f"this is a fork of process {self._process}, where the engine's thread is: "
                 "start worker processes with the spawn method, and open the model in the one that uses it"
             )
+        tokens = [int(t) for t in request.prompt]
+        end = min(len(tokens) + request.config.max_new_tokens, self.sizes.session_len)
+        if request.score:
+            end = len(tokens)
         with self._lock:
             while wait and self._failure is None and not self._closing and self._queued() >= self.config.max_queue_size:
                 self._lock.wait()
@@ -115,9 +119,11 @@ class Engine:
                 raise EngineClosed(f"the engine is closed{f': {self._failure}' if self._failure else ''}")
             if self._queued() >= self.config.max_queue_size:
                 raise QueueFull(f"{self._queued()} requests are waiting, the limit of max_queue_size")
-            if request.id in self._sequences or any(r.id == request.id for r in self._inbox):
+            if request.id in self._sequences:
                 raise ValueError(f"request id {request.id!r} is in use")
-            self._inbox.append(request)
+            seq = Sequence(request, tokens, len(tokens), end, next(self._order))
+            self._sequences[request.id] = seq
+            self._inbox.append(seq)
             self._lock.notify_all()
 
     def check(self, request: Request) -> None:
@@ -169,6 +175,7 @@ class Engine:
             if not self._closed:
                 self._closed = True
                 self.programs.close()
+                self.model = dataclasses.replace(self.model, leaves=())  # callers may hold on to a closed engine
                 self._compilations.close()
                 atexit.unregister(self._at_exit)
 
@@ -205,30 +212,24 @@ class Engine:
         reason = f"the engine failed: {self._failure}" if self._failure else "the engine was closed"
         with self._lock:
             self._closing = True
-            for request in self._inbox:
-                request.emit(StepOutput(finish_reason="error", error=reason))
-            self._inbox.clear()
             self._lock.notify_all()
-        for seq in list(self._sequences.values()):
-            self._finish(seq, "error", reason)
+        # Nothing but the answer: after a defect the scheduler may not be able to let go of anything.
+        for seq in self._sequences.values():
+            seq.request.emit(StepOutput(finish_reason="error", error=reason, cached_tokens=seq.reused or 0))
+        self._sequences.clear()
 
     def _take_inbox(self) -> bool:
         """New requests and cancels; sleeps while there is nothing to do. False when the engine closes."""
         with self._lock:
-            while not (self._inbox or self._cancels or self._closing or self._flight or self._sequences):
+            if self._queued() < self.config.max_queue_size:
+                self._lock.notify_all()  # the last turn may have admitted somebody, and so made room in the queue
+            while not (self._cancels or self._closing or self._flight or self._sequences):
                 self._lock.wait()
             if self._closing:
                 return False
-            arrived, self._inbox = self._inbox, deque()
+            while self._inbox:
+                self.scheduler.add(self._inbox.popleft())
             cancels, self._cancels = self._cancels, set()
-            if arrived:
-                self._lock.notify_all()  # there is room in the queue
-        for request in arrived:
-            end = min(len(request.prompt) + request.config.max_new_tokens, self.sizes.session_len)
-            tokens = [int(t) for t in request.prompt]
-            seq = Sequence(request, tokens, len(tokens), len(tokens) if request.score else end, next(self._order))
-            self._sequences[request.id] = seq
-            self.scheduler.add(seq)
         for request_id in cancels:
             if open_seq := self._sequences.get(request_id):
                 self._finish(open_seq, "abort")
@@ -391,7 +392,8 @@ class Engine:
                 self._finish(seq, "error", "the model's logits are not finite numbers")
 
     def _recover(self, error: Exception) -> None:
-        """A step failed: its pool is lost. Fail the requests in the launches under way, requeue all others."""
+        """A step failed: its pool is lost. Fail the requests in the launches under way, requeue all others. Where none
+        was under way, fail all that hold pages. Raises `error` where nobody is to blame, for it would come again."""
         log.exception("a step failed; its requests end with an error")
         self._failed_steps += 1
         involved = {seq for launch in self._flight for seq in (*launch.rows, *(c.seq for c in launch.chunks))}
@@ -401,6 +403,9 @@ class Engine:
         self._step_seconds = LAUNCH_SECONDS
         lost = self.scheduler.reset()
         self.programs.reset()
+        involved = involved or set(lost)
+        if not involved:
+            raise error
         for seq in lost:
             if seq in involved:
                 seq.phase = Phase.FINISHED

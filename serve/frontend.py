@@ -81,7 +81,7 @@ class Frontend:
         """
         ids = self.token_ids(prompt, do_preprocess=do_preprocess)
         bad_ids = self._bad_ids(config)
-        stop_ids = tuple(dict.fromkeys(config.stop_token_ids or ()))
+        stop_ids = tuple(dict.fromkeys(config.stop_token_ids if config.stop_token_ids is not None else ()))
         if not config.ignore_eos:
             stop_ids = tuple(dict.fromkeys((*stop_ids, *self.eos_ids)))
         assert len(stop_ids) <= MAX_STOP_IDS + MAX_EOS_IDS

@@ -93,6 +93,7 @@ class _Call:
     def __init__(self, frontend: Frontend, put: Callable[[tuple[Key, StepOutput]], None]):
         self.frontend, self.put = frontend, put
         self.answers: dict[Key, _Answer] = {}
+        self._cancelled = False
 
     def submit(self, index: int, prompt: Prompt, config: GenerationConfig, do_preprocess: bool, alone: bool) -> None:
         """Queue a prompt's requests. A prompt that can't be served raises ValueError if it is alone, else it is
@@ -110,14 +111,17 @@ class _Call:
         for choice, request in enumerate(requests):
             self.answers[index, choice] = _Answer(request, (index, choice), len(request.prompt))
             self.frontend.engine.submit(request, wait=True)
+            if self._cancelled:  # by another thread, perhaps before the engine knew of the request
+                return self.cancel()
 
     @property
     def done(self) -> bool:
         return all(answer.done for answer in self.answers.values())
 
     def cancel(self) -> None:
-        """Cancel what is still open."""
-        for answer in self.answers.values():
+        """Cancel what is still open, and what a thread may be about to submit."""
+        self._cancelled = True
+        for answer in list(self.answers.values()):
             if not answer.done and answer.request is not None:
                 self.frontend.engine.cancel(answer.request.id)
 
@@ -190,11 +194,11 @@ class Pipeline:
     ) -> Session:
         """One turn of a conversation: pass the returned session on to the next. `.response` is the answer.
 
-        prompt: a text (a user message), or a list of messages. Where it can't be served, ValueError is raised and the
-        session stays as it was.
+        prompt: a text (a user message), or a list of messages. gen_config: with n 1. Where it can't be served,
+        ValueError is raised and the session stays as it was.
         """
-        session, messages = _turn(prompt, session)
-        response = self([messages], gen_config or GenerationConfig())[0]  # type: ignore[index]
+        session, messages = _turn(prompt, session, gen_config)
+        [response] = self([messages], gen_config)  # type: ignore[misc]
         return _take_turn(session, messages, response)
 
     # Evaluation.
@@ -208,9 +212,6 @@ class Pipeline:
     def get_ppl(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> float | list[float]:
         """Mean negative log-likelihood a token (nats), the first token not scored, of each list of at least two ids."""
         many, alone = _as_list(_as_ids(input_ids))
-        for ids in many:
-            if len(ids) < 2:
-                raise ValueError(f"perplexity needs at least 2 token ids, got {len(ids)}")
         means = [float(np.mean(nll, dtype=np.float64)) for nll in self._score(many, "nll")]
         return means[0] if alone else means
 
@@ -222,6 +223,8 @@ class Pipeline:
 
         def ask(i: int, ids: Any) -> Request:
             [request] = self.frontend.requests(ids, config, lambda _, output: inbox.put((i, output)), score=kind)
+            if kind == "nll" and len(request.prompt) < 2:
+                raise ValueError(f"perplexity needs at least 2 token ids, got {len(request.prompt)}")
             return request
 
         try:
@@ -265,8 +268,8 @@ class Pipeline:
         self, prompt: Prompt, session: Session | None = None, gen_config: GenerationConfig | None = None
     ) -> Session:
         """Like chat."""
-        session, messages = _turn(prompt, session)
-        [response] = await self.agenerate([messages], gen_config or GenerationConfig())  # type: ignore[misc]
+        session, messages = _turn(prompt, session, gen_config)
+        [response] = await self.agenerate([messages], gen_config)  # type: ignore[misc]
         return _take_turn(session, messages, response)
 
     # The two ways to wait.
@@ -364,8 +367,10 @@ def _gather(call: _Call, alone: bool) -> Response | list[Response]:
     return responses[0] if alone and len(responses) == 1 else responses
 
 
-def _turn(prompt: Prompt, session: Session | None) -> tuple[Session, list[Any]]:
+def _turn(prompt: Prompt, session: Session | None, gen_config: GenerationConfig | None) -> tuple[Session, list[Any]]:
     session = session or Session()
+    if isinstance(gen_config, GenerationConfig) and gen_config.n > 1:
+        raise ValueError(f"n is {gen_config.n}; a conversation goes on from one answer, so it must be 1")
     if not isinstance(prompt, str) and not _is_messages(prompt):
         raise ValueError(f"a turn is a text or a list of messages, got {prompt!r}")
     new = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

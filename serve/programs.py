@@ -108,8 +108,9 @@ class Programs:
         self.caches, self.state = self._programs["reset"]()
 
     def close(self) -> None:
-        """Drop the device buffers and the programs."""
+        """Drop the device buffers, weights included, and the programs."""
         self.caches = self.state = self._steady = None
+        self.model = dataclasses.replace(self.model, leaves=())
         self._programs.clear()
 
     # Compilation.

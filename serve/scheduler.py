@@ -119,7 +119,8 @@ class Scheduler:
 
     def next_score(self) -> Chunk | None:
         """A chunk for one scoring step."""
-        return self._take(self.scoring[0], self.sizes.prefill_tokens) if self.scoring else None
+        seq = next((seq for seq in self.scoring if seq.prefilled < len(seq.tokens)), None)
+        return self._take(seq, self.sizes.prefill_tokens) if seq else None
 
     def _take(self, seq: Sequence, most: int) -> Chunk:
         chunk = Chunk(seq, seq.prefilled, min(most, len(seq.tokens) - seq.prefilled))
@@ -129,8 +130,6 @@ class Scheduler:
             self.prefilling.remove(seq)
             seq.phase = Phase.DECODE
             bisect.insort(self.running, seq, key=lambda s: s.order)
-        elif chunk.final:
-            self.scoring.remove(seq)
         return chunk
 
     def publish(self, seq: Sequence, tokens: int) -> None:

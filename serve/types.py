@@ -249,7 +249,10 @@ class EngineClosed(RuntimeError):
 
 def describe_ids(ids: Any, vocab_size: int) -> str | None:
     """Why `ids` is not a list of token ids of a vocabulary of this size; None if it is."""
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # lists of several lengths
+        return "a prompt must be a list of token ids, not of lists"
     if array.ndim != 1 or array.size == 0:
         return f"a prompt must be a list of at least one token id, got shape {array.shape}"
     if array.dtype.kind not in "iu":

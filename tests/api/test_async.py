@@ -40,6 +40,8 @@ def test_chat(pipe):
     again = pipe.chat("And then?", pipe.chat("hello", gen_config=SHORT), SHORT)
     assert session.messages == again.messages
     assert session.response.cached_tokens > 0
+    with pytest.raises(ValueError, match="n is 2"):
+        asyncio.run(pipe.achat("hello", gen_config=dataclasses.replace(SHORT, n=2)))
 
 
 def test_wrong_prompts(pipe):
@@ -114,6 +116,26 @@ def test_a_task_cancelled_at_once(pipe):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     assert all(isinstance(r, asyncio.CancelledError) for r in asyncio.run(ask()))
+
+
+def test_a_task_cancelled_while_the_queue_is_full(open_small):
+    """Its request waits for a place, in a thread that can't be stopped. Then nothing is generated."""
+    with open_small(max_batch_size=1, max_queue_size=1) as pipe:
+
+        async def ask():
+            others = [asyncio.create_task(pipe.agenerate([5 + i], MANY)) for i in range(2)]
+            while pipe.frontend.engine.stats().waiting < 1:
+                await asyncio.sleep(0)
+            late = asyncio.create_task(pipe.agenerate([7], dataclasses.replace(MANY, n=2)))
+            await asyncio.sleep(0.01)
+            late.cancel()
+            await asyncio.gather(*others)
+            with pytest.raises(asyncio.CancelledError):
+                await late
+
+        asyncio.run(ask())  # returns when the thread has ended
+        assert pipe("a", SHORT).finish_reason == "length"
+        assert generated(pipe) < 2 * 200 + 100
 
 
 @pytest.mark.parametrize("how", ["break", "aclose", "timeout"])

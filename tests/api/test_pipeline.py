@@ -267,6 +267,11 @@ def test_a_turn_that_fails_leaves_the_session(pipe, turn):
     assert len(pipe.chat("a", session, SHORT).messages) == 4
 
 
+def test_a_turn_has_one_answer(pipe):
+    with pytest.raises(ValueError, match="n is 2; a conversation goes on from one answer, so it must be 1"):
+        pipe.chat("hello", gen_config=dataclasses.replace(SHORT, n=2))
+
+
 # Evaluation.
 
 
@@ -308,6 +313,10 @@ def test_scores_up_to_the_whole_session(pipe):
         ("get_ppl", [[5, 6], [7, 320]], "token id 320 lies outside the vocabulary"),
         ("get_logits", [[5, 6], [-1]], "token id -1 lies outside the vocabulary"),
         ("get_logits", "hello", "it must be a list of token ids"),
+        ("get_ppl", [[5, 6], 7], "not int"),
+        ("get_ppl", [0.5, 1.5], "not float"),
+        ("get_ppl", [[[5, 6], [7]]], "a prompt must be a list of token ids, not of lists"),
+        ("get_ppl", np.array(7), r"a list of at least one token id, got shape \(\)"),
     ],
 )
 def test_wrong_ids_are_not_scored(pipe, call, ids, problem):
@@ -363,8 +372,9 @@ def test_end_of_sequence_and_stop_ids(pipe):
     ended = pipe.generate([100], GenerationConfig(max_new_tokens=60))
     assert (ended.finish_reason, ended.token_ids) == ("stop", whole.token_ids[:13])
     stop = whole.token_ids[13 + 5]
-    stopped = pipe.generate([100], dataclasses.replace(LONG, stop_token_ids=[stop]))
-    assert (stopped.finish_reason, stopped.token_ids) == ("stop", whole.token_ids[: whole.token_ids.index(stop)])
+    for ids in ([stop], np.array([stop]), np.array([stop, stop])):
+        stopped = pipe.generate([100], dataclasses.replace(LONG, stop_token_ids=ids))
+        assert (stopped.finish_reason, stopped.token_ids) == ("stop", whole.token_ids[: whole.token_ids.index(stop)])
     later = pipe.generate([100], GenerationConfig(max_new_tokens=60, min_new_tokens=20))
     assert later.generate_token_len >= 20
     assert later.token_ids[:13] == whole.token_ids[:13]

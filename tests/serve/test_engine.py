@@ -1,13 +1,17 @@
 """The engine on the hand model: exact tokens whatever the route through scheduler, pages and steps."""
 
+import contextlib
+import gc
+import queue
 import random
 import threading
 import time
+import weakref
 
 import pytest
-from support.hand_model import VOCAB, ask, continuation, hand_engine, hand_model, settle
+from support.hand_model import VOCAB, Inbox, ask, continuation, hand_engine, hand_model, settle
 
-from pallasite.serve.types import EngineClosed, QueueFull
+from pallasite.serve.types import EngineClosed, GenerationConfig, QueueFull, Request
 
 
 def prompts(count: int, longest: int = 150, seed: int = 0) -> list[list[int]]:
@@ -207,9 +211,13 @@ def test_a_finished_sequence_rides_no_step_that_is_seen(engine):
 
 def test_cancel_frees_pages(engine):
     settle(engine)
-    inbox = ask(engine, [1] * 100, max_new_tokens=150)
-    inbox.next()
-    engine.cancel(inbox.request_id)
+    inbox = Inbox("cancelled")
+
+    def cancel_at_once(output):  # on the engine's thread: it can't be done before
+        inbox.outputs.put(output)
+        engine.cancel("cancelled")
+
+    engine.submit(Request("cancelled", [1] * 100, GenerationConfig(max_new_tokens=150), cancel_at_once))
     result = inbox.result()
     assert result.finish_reason == "abort"
     assert list(result.token_ids) == continuation([1] * 100, 150)[: len(result.token_ids)]
@@ -246,8 +254,6 @@ def test_a_long_prompt_does_not_stop_the_others():
     def watch(name):
         return lambda output: times[name].append(next(step))
 
-    from pallasite.serve.types import GenerationConfig, Request
-
     engine.submit(Request("stream", [1], GenerationConfig(max_new_tokens=200), watch("stream")))
     engine.submit(Request("long", [2] * 480, GenerationConfig(max_new_tokens=2), watch("long")))
     engine.submit(Request("short", [3] * 8, GenerationConfig(max_new_tokens=2), watch("short")))
@@ -274,6 +280,28 @@ def test_full_queue_refuses_and_waits():
         inboxes += [ask(engine, [1] * 10, max_new_tokens=200) for _ in range(200)]
     for inbox in inboxes:
         assert inbox.result().finish_reason == "length"
+    engine.close()
+
+
+def test_who_waits_for_a_place_in_the_queue_gets_it():
+    """Room is made when somebody is admitted: nobody else may come along to tell those who wait."""
+    engine = hand_engine(max_batch_size=2, max_queue_size=3)
+    outputs: queue.Queue = queue.Queue()
+    longest = 0
+
+    def submit():
+        nonlocal longest
+        for i in range(100):
+            engine.submit(Request(f"r{i}", [i % VOCAB], GenerationConfig(max_new_tokens=3), outputs.put), wait=True)
+            longest = max(longest, engine.stats().waiting)
+
+    caller = threading.Thread(target=submit, daemon=True)
+    caller.start()
+    finished = 0
+    while finished < 100:
+        finished += outputs.get(timeout=20).finish_reason == "length"
+    caller.join(timeout=10)
+    assert longest <= 3
     engine.close()
 
 
@@ -337,6 +365,66 @@ def test_a_step_that_can_not_be_launched_fails_its_own_sequences_only(monkeypatc
     assert list(ask(engine, [4], max_new_tokens=5).result().token_ids) == continuation([4], 5)
     assert engine.stats().failed_steps == 1
     engine.close()
+
+
+def test_a_failed_score_is_answered():
+    """Its last chunk is in flight when it fails."""
+    engine = hand_engine(hand_model(bomb=63))
+    assert "a step failed" in ask(engine, [1, 63, 2], score="nll").result().error
+    assert list(ask(engine, [4], max_new_tokens=5).result().token_ids) == continuation([4], 5)
+    settle(engine)
+    assert engine.stats().pages_free == engine.stats().pages_total
+    engine.close()
+
+
+def test_a_defect_in_planning_ends_those_that_hold_pages(monkeypatch):
+    """No step is under way that could be blamed."""
+    engine = hand_engine(max_batch_size=1)
+    next_chunks, broken = engine.scheduler.next_chunks, iter([True])
+
+    def defect():
+        if next(broken, False):
+            raise RuntimeError("a defect")
+        return next_chunks()
+
+    monkeypatch.setattr(engine.scheduler, "next_chunks", defect)
+    first, second = ask(engine, [1, 2], max_new_tokens=4), ask(engine, [3], max_new_tokens=4)
+    assert first.result().error == "a step failed: a defect"
+    assert list(second.result().token_ids) == continuation([3], 4)
+    assert engine.stats().pages_free == engine.stats().pages_total
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("place", ["admit", "remove"])
+def test_a_lasting_defect_of_the_scheduler_keeps_nobody_waiting(monkeypatch, place):
+    """Nothing can be admitted, or let go of, any more: everybody is told, and new requests are refused."""
+
+    def defect(*arguments):
+        raise RuntimeError("a defect")
+
+    engine = hand_engine(max_batch_size=2)
+    inboxes = [ask(engine, [i] * 10, max_new_tokens=60) for i in range(6)]
+    inboxes[0].next()
+    monkeypatch.setattr(engine.scheduler, place, defect)
+    for inbox in inboxes:
+        result = inbox.result()
+        assert result.finish_reason == "length" or "a defect" in result.error
+    while not engine.closed:
+        with contextlib.suppress(EngineClosed):
+            ask(engine, [1]).result()
+    with pytest.raises(EngineClosed, match="a defect"):
+        ask(engine, [1])
+    engine.close()
+
+
+def test_close_frees_the_weights():
+    """Even where the closed engine is not forgotten."""
+    engine = hand_engine()
+    weights = weakref.ref(engine.model.leaves[0])
+    engine.close()
+    gc.collect()
+    assert weights() is None
 
 
 def test_close_answers_everybody_and_may_be_called_twice():
