@@ -7,6 +7,7 @@ CONVERT_EXAMPLE = """\
 examples:
   pallasite convert SmolLM2-135M-Instruct.Q4_1.gguf smollm2
   pallasite convert ./Llama-3.1-8B-Instruct llama-int4 --quantize int4 --group-size 128
+  pallasite convert ./Llama-3.1-8B-Instruct llama-int4 --quantize int4 --group-size 128 --resume
 
 SRC is a Hugging Face folder (config.json and safetensors), a GGUF file, or a checkpoint of ours.
 INT4 tensors of the source (GGUF's Q4_0 and Q4_1) stay INT4, exactly, unless --dequantize or --quantize is given.
@@ -40,6 +41,7 @@ def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
     )
     p.add_argument("--dequantize", action="store_true", help="expand the source's INT4 tensors to --dtype")
     p.add_argument("--force", action="store_true", help="replace a checkpoint at DST, when the new one is whole")
+    p.add_argument("--resume", action="store_true", help="go on with an interrupted conversion, given the same options")
     p.add_argument("--quiet", action="store_true", help="no progress bar, and nothing printed")
     p.set_defaults(run=run_convert)
     p = subparsers.add_parser(
@@ -52,8 +54,10 @@ def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
 def run_convert(args: argparse.Namespace) -> int:
     """`pallasite convert`."""
     _keep_off_devices()
-    from pallasite.convert.convert import convert
+    from pallasite.convert.convert import Speed, convert
+    from pallasite.convert.inspect import human
 
+    speed = Speed()
     manifest: dict[str, Any] = convert(
         args.src,
         args.dst,
@@ -65,13 +69,17 @@ def run_convert(args: argparse.Namespace) -> int:
         samples=args.samples,
         length=args.length,
         force=args.force,
+        resume=args.resume,
         progress=not args.quiet,
+        speed=speed,
     )
     if not args.quiet:
-        tensors, nbytes = len(manifest["tensors"]), manifest["bytes"]
-        print(f"wrote {args.dst}: {manifest['architecture']}, {tensors} tensors, {nbytes / 1e6:.1f} MB")
         for note in (manifest["quantization"] or {}).get("notes", []):
             print(f"note: {note}")
+        tensors, nbytes = len(manifest["tensors"]), manifest["bytes"]
+        print(f"wrote {args.dst}: {manifest['architecture']}, {tensors} tensors, {nbytes / 1e6:.1f} MB")
+        rate = human(round(speed.nbytes / speed.seconds))
+        print(f"read {human(speed.nbytes)} in {speed.seconds:.1f} s: {rate}/s")
     return 0
 
 

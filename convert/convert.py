@@ -4,11 +4,14 @@ Memory holds a few tensors at a time, whatever the model's size: the source maps
 quantizes each tensor as it passes, and the writer hands it on.
 """
 
+import dataclasses
 import importlib.metadata
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,11 @@ from tqdm import tqdm
 
 from pallasite.convert import checkpoint
 from pallasite.convert.formats import open_source
+from pallasite.convert.inspect import stored_bytes
 from pallasite.convert.produce import Options, Plain, Producer
 from pallasite.convert.quantize import METHODS, rtn
 from pallasite.convert.source import Source, SourceInfo
+from pallasite.convert.writer import CheckpointWriter, is_placed
 
 DTYPES = ("auto", *checkpoint.FLOATS)
 DEFAULT_GROUP_SIZE, DEFAULT_SAMPLES, DEFAULT_LENGTH = 128, 128, 512
@@ -38,7 +43,9 @@ def convert(
     samples: int | None = None,
     length: int | None = None,
     force: bool = False,
+    resume: bool = False,
     progress: bool = True,
+    speed: "Speed | None" = None,
 ) -> dict[str, Any]:
     """Convert the checkpoint `src` (Hugging Face folder, GGUF file, or one of ours) into our checkpoint `dst`.
 
@@ -47,11 +54,14 @@ def convert(
     expands those instead. dtype: of the floating-point tensors; "auto" keeps each as it is stored, and expands
     quantized ones to float32. calibration, samples and length are for the methods that look at text: a file or folder
     of it, or "builtin"; how many samples (default 128) of how many tokens (default 512). force replaces a checkpoint
-    of ours at `dst`. progress shows a bar on stderr.
+    of ours at `dst`. resume goes on with what an interrupted conversion with the same source and options has left in
+    DST.partial, if there is anything; the result is the same as without the interruption. Without it that is removed.
+    progress shows a bar on stderr. speed is filled in.
 
     Returns the manifest. Raises ValueError naming the argument or the tensor that is wrong and OSError for the disk;
     `dst` is then as it was before.
     """
+    started = time.monotonic()
     src, dst = Path(src), Path(dst)
     options = _check_options(
         quantize=quantize,
@@ -62,31 +72,52 @@ def convert(
         samples=samples,
         length=length,
     )
-    _check_places(src, dst, force)
+    _check_places(src, dst, force or (resume and is_placed(dst)))
     source = open_source(src)
     try:
         producer = METHODS[quantize](source, options) if quantize else Plain(source, options)
-        _check_space(dst, sum(producer.sizes.values()))
-        with checkpoint.CheckpointWriter(dst) as writer:
-            # First, so that a tokenizer that can't be rebuilt is refused before the long work.
-            tokenizer = source.save_tokenizer(writer.folder)
-            writer.write_json("config.json", _config_json(source.info, options))
-            if source.info.generation_json:
-                writer.write_json("generation_config.json", without_code(source.info.generation_json))
-            _stream(source, writer, producer, progress)
-            return writer.finish(
-                {
-                    "pallasite_version": _version(),
-                    "source": {"name": source.info.path.absolute().name, "format": source.info.format},
-                    "architecture": source.info.config.architecture,
-                    "dtype": source.info.config.dtype if dtype == "auto" else dtype,
-                    "quantization": summarize_quantization(writer.tensors, producer.method),
-                    "tie_word_embeddings": source.info.config.tie_word_embeddings,
-                    "tokenizer": tokenizer,
-                }
-            )
+        with CheckpointWriter(dst, _job(src, options), resume=resume) as writer:
+            done = frozenset(writer.tensors)
+            if writer.manifest is None:
+                _fill(writer, source, producer, options, progress)
+            manifest = writer.place()
     finally:
         source.close()
+    if speed is not None:
+        speed.nbytes = sum(stored_bytes(source.info, name) for name in manifest["tensors"] if name not in done)
+        speed.seconds = time.monotonic() - started
+    return manifest
+
+
+@dataclasses.dataclass
+class Speed:
+    """How fast a conversion was: bytes of the source's tensors that it read, and seconds that it took in all."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+def _fill(writer: CheckpointWriter, source: Source, producer: Producer, options: Options, progress: bool) -> None:
+    """Make the whole checkpoint, or what is missing of it."""
+    info, done = source.info, frozenset(writer.tensors)
+    _check_space(writer.dst, sum(size for name, size in producer.sizes.items() if name not in done))
+    # First, so that a tokenizer that can't be rebuilt is refused before the long work.
+    tokenizer = source.save_tokenizer(writer.folder)
+    writer.write_json("config.json", _config_json(info, options))
+    if info.generation_json:
+        writer.write_json("generation_config.json", without_code(info.generation_json))
+    _stream(source, writer, producer, done, progress)
+    writer.finish(
+        {
+            "pallasite_version": _version(),
+            "source": {"name": info.path.absolute().name, "format": info.format},
+            "architecture": info.config.architecture,
+            "dtype": info.config.dtype if options.dtype == "auto" else options.dtype,
+            "quantization": summarize_quantization(writer.tensors, producer.method),
+            "tie_word_embeddings": info.config.tie_word_embeddings,
+            "tokenizer": tokenizer,
+        }
+    )
 
 
 def _check_options(
@@ -141,11 +172,25 @@ def _check_places(src: Path, dst: Path, force: bool) -> None:
     if dst.exists() and any(dst.iterdir()):
         if not force:
             raise ValueError(f"{dst}: exists and is not empty; --force (force=True) replaces a checkpoint")
-        if not checkpoint.is_partial(dst):
-            try:
-                checkpoint.read_manifest(dst)
-            except (ValueError, OSError):
-                raise ValueError(f"{dst}: is no checkpoint of ours, so --force does not replace it") from None
+        try:
+            checkpoint.read_manifest(dst)
+        except (ValueError, OSError):
+            raise ValueError(f"{dst}: is no checkpoint of ours, so --force does not replace it") from None
+
+
+def _job(src: Path, options: Options) -> dict[str, str]:
+    """What a resumed conversion must have in common with the one that was interrupted, by the names of the options."""
+    job = {"pallasite": _version(), "source": src.absolute().name}
+    job |= {name: str(value) for name, value in dataclasses.asdict(options).items()}
+    files = [src] if src.is_file() else [*src.iterdir()]
+    if options.calibration is not None:
+        text = Path(options.calibration)
+        files += [text, *text.rglob("*")]
+    for file in sorted(path.absolute() for path in files if path.is_file()):
+        facts = file.stat()
+        changed = datetime.fromtimestamp(facts.st_mtime, UTC)
+        job[f"{file.parent.name}/{file.name}"] = f"{facts.st_size} bytes of {changed}"
+    return job
 
 
 def _check_space(dst: Path, needed: int) -> None:
@@ -164,12 +209,19 @@ def _config_json(info: SourceInfo, options: Options) -> dict[str, Any]:
     return fields
 
 
-def _stream(source: Source, writer: checkpoint.CheckpointWriter, producer: Producer, progress: bool) -> None:
-    """Move every tensor from the producer to the writer."""
-    total = sum(producer.sizes.values())
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="converting", file=sys.stderr, disable=not progress)
+def _stream(source: Source, writer: CheckpointWriter, producer: Producer, done: frozenset[str], progress: bool) -> None:
+    """Move every tensor that is not done from the producer to the writer."""
+    bar = tqdm(
+        total=sum(producer.sizes.values()),
+        initial=sum(producer.sizes[name] for name in done),
+        unit="B",
+        unit_scale=True,
+        desc="converting",
+        file=sys.stderr,
+        disable=not progress,
+    )
     with bar:
-        for tensors in producer.tensors(writer.tensors.keys(), writer.scratch):
+        for tensors in producer.tensors(done, writer.scratch):
             for name, tensor in tensors.items():
                 writer.add(name, source.info.specs[name], tensor)
             writer.commit()

@@ -21,7 +21,7 @@ def open_source(path: str | Path) -> Source:
     if (path / checkpoint.MANIFEST).exists():
         return checkpoint.Checkpoint(path)
     if checkpoint.is_partial(path):
-        raise ValueError(f"{path}: is an unfinished conversion; delete it and convert again")
+        raise ValueError(f"{path}: is an unfinished conversion; convert again, with --resume to go on with it")
     if (path / "config.json").exists():
         from pallasite.convert.formats.huggingface import HuggingFaceSource
 

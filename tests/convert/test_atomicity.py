@@ -1,5 +1,6 @@
 """A conversion that does not finish leaves nothing that looks finished, and keeps what was there."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from pallasite.convert.quantize import rtn
 
 HANGS = """
 import sys, time
-from pallasite.convert import checkpoint, convert
-checkpoint.PENDING_BYTES = 1  # every tensor is on the disk as soon as it is added
-add, count = checkpoint.CheckpointWriter.add, 0
+from pallasite.convert import convert, writer
+writer.PENDING_BYTES = 1  # every tensor is on the disk as soon as it is added
+add, count = writer.CheckpointWriter.add, 0
 def slow(self, name, spec, tensor):
     global count
     add(self, name, spec, tensor)
@@ -24,7 +25,7 @@ def slow(self, name, spec, tensor):
     if count == 5:
         print("half way", flush=True)
         time.sleep(60)
-checkpoint.CheckpointWriter.add = slow
+writer.CheckpointWriter.add = slow
 convert.convert(sys.argv[1], sys.argv[2], force=True, progress=False)
 """
 
@@ -56,10 +57,12 @@ def test_kill(tmp_path, hf, tensors, existing):
         convert(hf, dst, progress=False)
     assert stopped_half_way(hf, dst, signal.SIGKILL) == -signal.SIGKILL
     assert dst.exists() == existing
-    (left,) = tmp_path.glob("out.partial-*")
-    assert any((left / "arrays.partial_save").iterdir())
-    with pytest.raises(ValueError, match="is an unfinished conversion"):
+    left = tmp_path / "out.partial"
+    assert len(list(left.glob("parts/*/tensors.json"))) == 4
+    with pytest.raises(ValueError, match="is an unfinished conversion; convert again, with --resume"):
         open_source(left)
+    with pytest.raises(ValueError, match=r"has neither model\.safetensors"):
+        open_source(left / "whole")
     if existing:
         np.testing.assert_array_equal(open_source(dst).read("embed.weight"), tensors["model.embed_tokens.weight"])
     convert(hf, dst, force=existing, progress=False)  # a new attempt needs no cleaning by hand
@@ -69,7 +72,8 @@ def test_kill(tmp_path, hf, tensors, existing):
 
 def test_interrupt_from_the_keyboard(tmp_path, hf):
     assert stopped_half_way(hf, tmp_path / "out", signal.SIGINT) != 0
-    assert names(tmp_path) == ["hf"]
+    assert names(tmp_path) == ["hf", "out.partial"]
+    assert len(list(tmp_path.glob("out.partial/parts/*/tensors.json"))) == 4
 
 
 def test_a_conversion_that_still_runs_is_left_alone(tmp_path, hf):
@@ -77,8 +81,10 @@ def test_a_conversion_that_still_runs_is_left_alone(tmp_path, hf):
     with subprocess.Popen([sys.executable, "-c", HANGS, hf, dst], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"half way\n"
-        convert(hf, dst, progress=False)
-        assert (tmp_path / f"out.partial-{process.pid}").exists()
+        for resume in (False, True):
+            with pytest.raises(OSError, match=r"out\.partial: another conversion to the same place is at work"):
+                convert(hf, dst, resume=resume, progress=False)
+        assert len(list(tmp_path.glob("out.partial/parts/*/tensors.json"))) == 4
         process.kill()
 
 
@@ -98,17 +104,19 @@ def test_a_failure_half_way(tmp_path, hf, monkeypatch, tensors, error, existing)
 
     real = rtn.quantize
     monkeypatch.setattr(rtn, "quantize", fails)
-    monkeypatch.setattr("pallasite.convert.checkpoint.PENDING_BYTES", 1)
+    monkeypatch.setattr("pallasite.convert.writer.PENDING_BYTES", 1)
     with pytest.raises(error):
         convert(hf, dst, quantize="int4", force=True, progress=False)
-    assert names(tmp_path) == (["hf", "out"] if existing else ["hf"])
+    # What fails for another reason than its input may be resumed.
+    kept = ["out.partial"] if error is not ValueError else []
+    assert names(tmp_path) == (["hf", "out", *kept] if existing else ["hf", *kept])
     if existing:
         assert open_source(dst).info.group_sizes == {}
         np.testing.assert_array_equal(open_source(dst).read("embed.weight"), tensors["model.embed_tokens.weight"])
 
 
 def test_a_full_disk(tmp_path, hf):
-    """No file may grow past 40 kB, as on a disk that fills up: an OSError, and nothing left."""
+    """No file may grow past 40 kB, as on a disk that is full: an OSError, and nothing left."""
     script = (
         "import sys, resource; from pallasite.convert.convert import convert\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))\n"
@@ -118,8 +126,8 @@ def test_a_full_disk(tmp_path, hf):
     run = subprocess.run(
         [sys.executable, "-c", script, hf, tmp_path / "out"], capture_output=True, text=True, check=True
     )
-    assert run.stdout.startswith("refused:")
-    assert "writing failed" in run.stdout
+    assert re.fullmatch(r"refused: .*/out\.partial/parts/00000: can't write 1 MB: File too large\n", run.stdout)
+    assert run.stderr == ""
     assert names(tmp_path) == ["hf"]
 
 
@@ -139,12 +147,16 @@ def test_a_rename_that_fails_brings_the_old_one_back(tmp_path, hf, monkeypatch):
     rename = Path.rename
 
     def fails(self, target):
-        if ".partial-" in self.name:
+        if self.name == "whole":
             raise OSError("no")
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fails)
     with pytest.raises(OSError, match="no"):
         convert(hf, dst, force=True, progress=False)
+    assert names(tmp_path) == ["hf", "out", "out.partial"]
+    assert open_source(dst).info.format == "pallasite"
+    monkeypatch.setattr(Path, "rename", rename)
+    convert(hf, dst, force=True, resume=True, progress=False)  # only the rename is left
     assert names(tmp_path) == ["hf", "out"]
     assert open_source(dst).info.format == "pallasite"

@@ -66,7 +66,7 @@ def test_int4_of_gguf_comes_back_exactly(tmp_path, config, tensors, write_gguf, 
 
 @pytest.mark.parametrize("tensors_at_once", [1, 1 << 30])
 def test_several_partial_saves(tmp_path, config, tensors, write_hf, monkeypatch, tensors_at_once):
-    monkeypatch.setattr("pallasite.convert.checkpoint.PENDING_BYTES", tensors_at_once)
+    monkeypatch.setattr("pallasite.convert.writer.PENDING_BYTES", tensors_at_once)
     source = open_source(write_hf(tmp_path / "hf", config | {"num_hidden_layers": 2}, tensors))
     convert(tmp_path / "hf", tmp_path / "out", progress=False)
     opened = open_source(tmp_path / "out")
