@@ -105,17 +105,27 @@ class TensorSpec:
     kind: Literal["linear", "embed", "head", "norm", "bias"]
 
 
-def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """raw[key] as an integer from 1. Raises ValueError naming the key where it is something else, or is absent or null
-    and there is no default."""
+def read_size(raw: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+    """raw[key] as an integer from `least`. Raises ValueError naming the key where it is something else, or is absent or
+    null and there is no default."""
     value = raw.get(key)
     if value is None:
         if default is None:
             raise ValueError(f"config.json has no {key!r}")
         return default
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"config.json: {key} is {value!r}; it must be an integer from 1")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ValueError(f"config.json: {key} is {value!r}; it must be an integer from {least}")
     return int(value)
+
+
+def read_number(raw: Mapping[str, Any], key: str, default: float) -> float:
+    """raw[key] as a positive number, `default` where it is absent or null. Raises ValueError naming the key."""
+    value = raw.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"config.json: {key} is {value!r}; it must be a positive number")
+    return float(value)
 
 
 def read_windows(raw: Mapping[str, Any], window: int | None, first: int) -> tuple[int | None, ...]:
@@ -123,6 +133,8 @@ def read_windows(raw: Mapping[str, Any], window: int | None, first: int) -> tupl
     on. () where no layer has one. Raises ValueError for kinds of layers that we don't know."""
     kinds = {"full_attention": None, "sliding_attention": window}
     types = raw.get("layer_types")
+    if types is not None and not isinstance(types, list):
+        raise ValueError(f"config.json: layer_types is {types!r}; it must be a list")
     if types is None:
         count = read_size(raw, "num_hidden_layers")
         types = ["full_attention"] * min(first, count) + ["sliding_attention"] * max(0, count - first)
@@ -159,10 +171,16 @@ def read_token_ids(value: Any) -> tuple[int, ...]:
 def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     """The rotary fields, from either spelling ("rope_parameters" of transformers 5; "rope_theta" and "rope_scaling").
 
-    Raises ValueError for an unknown kind, for "type" and "rope_type" that disagree, and for missing fields.
+    Raises ValueError for an unknown kind, for "type" and "rope_type" that disagree, for missing fields, for a rotation
+    of part of a head, and for parameters that differ between layers.
     """
     scaling = dict(raw.get("rope_scaling") or {})
     scaling |= {k: v for k, v in (raw.get("rope_parameters") or {}).items() if v is not None}
+    layered = sorted(k for k, v in scaling.items() if isinstance(v, Mapping))
+    if layered:
+        raise ValueError(f"config.json: rope parameters apart for {', '.join(layered)} are not supported")
+    refuse_other_values(raw, partial_rotary_factor=1.0)
+    refuse_other_values(scaling, partial_rotary_factor=1.0)
     kinds: set[Any] = {scaling[k] for k in ("type", "rope_type") if scaling.get(k) is not None}
     if len(kinds) > 1:
         raise ValueError(f"config.json: rope scaling names two kinds, {sorted(kinds)}")
@@ -170,7 +188,7 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     if kind not in SCALINGS:
         known = ", ".join(SCALINGS)
         raise ValueError(f"config.json: rope scaling {kind!r} is not supported; known: {known}")
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    theta = read_number(scaling, "rope_theta", read_number(raw, "rope_theta", 10000.0))
     max_position = read_size(raw, "max_position_embeddings")
     if kind == "default":
         return RopeConfig(theta=theta, original_max_position=max_position)

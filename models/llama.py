@@ -6,7 +6,15 @@ The decoder itself is models/decoder.py. Field meanings follow transformers' Lla
 from collections.abc import Mapping
 from typing import Any
 
-from pallasite.models.config import ModelConfig, read_dtype, read_rope, read_size, read_token_ids, refuse_other_values
+from pallasite.models.config import (
+    ModelConfig,
+    read_dtype,
+    read_number,
+    read_rope,
+    read_size,
+    read_token_ids,
+    refuse_other_values,
+)
 from pallasite.models.tensors import KeyTable
 
 ARCHITECTURES = ("LlamaForCausalLM",)
@@ -31,7 +39,7 @@ HF_KEYS: KeyTable = {
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig from a LlamaForCausalLM config.json. Raises ValueError naming the field that is missing or wrong."""
-    refuse_other_values(raw, hidden_act="silu", partial_rotary_factor=1.0)
+    refuse_other_values(raw, hidden_act="silu")
     heads = read_size(raw, "num_attention_heads")
     hidden = read_size(raw, "hidden_size")
     attention_bias = bool(raw.get("attention_bias", False))
@@ -44,7 +52,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=read_size(raw, "num_key_value_heads", heads),
         head_dim=read_size(raw, "head_dim", hidden // heads),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=read_number(raw, "rms_norm_eps", 1e-6),
         rope=read_rope(raw),
         max_position_embeddings=read_size(raw, "max_position_embeddings"),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),

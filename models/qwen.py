@@ -13,6 +13,7 @@ from pallasite.models.config import (
     ModelConfig,
     RopeConfig,
     read_dtype,
+    read_number,
     read_size,
     read_token_ids,
     refuse_other_values,
@@ -55,7 +56,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         )
     heads = read_size(raw, "num_attention_heads")
     longest = read_size(raw, "max_position_embeddings", 8192)
-    trained = read_size(raw, "seq_length", longest)
+    trained = read_size(raw, "seq_length", longest, least=2)
     bias = not raw.get("no_bias", True)  # of all linears but c_attn, which always has one
     return ModelConfig(
         architecture=ARCHITECTURES[0],
@@ -66,9 +67,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=read_size(raw, "kv_channels", 128),
-        rms_norm_eps=float(raw.get("layer_norm_epsilon", 1e-6)),
+        rms_norm_eps=read_number(raw, "layer_norm_epsilon", 1e-6),
         rope=RopeConfig(
-            theta=float(raw.get("rotary_emb_base", 10000.0)),
+            theta=read_number(raw, "rotary_emb_base", 10000.0),
             kind="qwen1" if raw.get("use_dynamic_ntk", True) else "default",
             original_max_position=trained,
         ),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pallasite.models import llama
-from pallasite.models.config import ModelConfig, read_size, read_windows
+from pallasite.models.config import ModelConfig, read_size, read_windows, refuse_other_values
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
 HF_KEYS = llama.HF_KEYS
@@ -16,9 +16,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
     The window counts only where use_sliding_window is true; max_window_layers is the first layer that has it.
     """
+    refuse_other_values(raw, use_mrope=False)
     window, first = None, 0
     if raw.get("use_sliding_window", False):
-        window, first = read_size(raw, "sliding_window", 4096), int(raw.get("max_window_layers", 28))
+        window, first = read_size(raw, "sliding_window", 4096), read_size(raw, "max_window_layers", 28, least=0)
     return dataclasses.replace(
         llama.read_config(raw),
         architecture=ARCHITECTURES[0],

@@ -1,6 +1,7 @@
 """Key tables: our names to the format's, and the tensors that hold several of ours."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -81,3 +82,29 @@ def test_groups_of_one_head(internlm2):
     np.testing.assert_array_equal(
         np.stack([q[::16], k[::16], v[::16]]), [[0, 48, 96, 144], [16, 64, 112, 160], [32, 80, 128, 176]]
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "head", "embed"),
+    [
+        ("internlm2-tiny", "output.weight", "model.tok_embeddings.weight"),
+        ("qwen1-tiny", "lm_head.weight", "transformer.wte.weight"),
+    ],
+)
+def test_a08_tied_embeddings_under_the_familys_names(tmp_path, golden, case, head, embed):
+    """Tied with a head that differs: refused; with the same or none: one matrix. Untied without a head: missing."""
+    tensors = load_file(golden / case / "model.safetensors")
+    config = json.loads((golden / case / "config.json").read_text())
+
+    def write(tied: bool, head_weight: np.ndarray | None):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+        rest = {name: tensor for name, tensor in tensors.items() if name != head}
+        save_file(rest if head_weight is None else rest | {head: head_weight}, tmp_path / "model.safetensors")
+        return open_source(tmp_path)
+
+    with pytest.raises(ValueError, match=f"tie_word_embeddings is true, and {head} differs from {embed}"):
+        write(True, tensors[head])
+    assert "head.weight" not in write(True, tensors[embed].copy()).info.specs
+    assert "head.weight" not in write(True, None).info.specs
+    with pytest.raises(ValueError, match=rf"missing tensors \(1\): {head}"):
+        write(False, None)

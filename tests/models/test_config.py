@@ -251,7 +251,9 @@ def test_the_first_known_architecture_counts():
     assert family_of({"architectures": ["Foo", "LlamaForCausalLM"]}) is llama
 
 
-@pytest.mark.parametrize("name", ["llama-tied-tiny", "llama-rope3-tiny"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied-tiny", "llama-rope3-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-swa-tiny"]
+)
 def test_golden_configs_read_alike_in_both_spellings(golden, name):
     five, four = (read_config(json.loads((golden / name / f).read_text())) for f in ("config.json", "config.v4.json"))
     assert dataclasses.asdict(five) == dataclasses.asdict(four)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from pallasite.convert.int4 import pack_rows
 from pallasite.models.config import ModelConfig, RopeConfig
-from pallasite.models.decoder import MLP, Decoder, PaddedSizes
+from pallasite.models.decoder import MLP, Attention, Decoder, PaddedSizes, TokenBatch
 from pallasite.models.layers import Embedding, Head, Int4Layout, Linear, RMSNorm
 from pallasite.models.model import CacheSpec, Model, materialize
 from pallasite.sharding.mesh import TP, make_mesh
@@ -246,3 +246,26 @@ def test_a_module_is_built_without_allocating():
 
 def test_page_bytes_count_k_and_v_of_all_layers():
     assert CacheSpec(layers=3, kv_heads=4, head_dim=64, dtype=jnp.bfloat16).page_bytes(16) == 2 * 3 * 4 * 64 * 2 * 16
+
+
+def test_layers_of_one_window_share_a_trace(monkeypatch):
+    config = model_config(num_layers=5, windows=(None, 4, None, 4, 4))
+    sizes = PaddedSizes.of(config, 1)
+    traced = []
+    attend = Attention.__call__
+    monkeypatch.setattr(Attention, "__call__", lambda self, *a: (traced.append(self.window), attend(self, *a))[1])
+    model = materialize(
+        lambda: Decoder(config, sizes, F32),
+        make_mesh(1),
+        lambda path, a: np.ones(a.shape, a.dtype),
+        cache=CacheSpec(5, sizes.kv_heads, 4, F32),
+        vocab_size=151,
+        padded_vocab=sizes.vocab,
+        max_session_len=64,
+        default_session_len=64,
+    )
+    pages, one = jnp.zeros((3, 1, 16, 4)), jnp.ones(1, jnp.int32)
+    batch = TokenBatch(one, one, one, one, one, jnp.ones((1, 1), jnp.int32), one)
+    run(model, lambda module, *_: module(batch, [(pages, pages)] * 5)[0], jnp.zeros(1))
+    assert traced == [None, 4]
+    assert [layer.attn.window for layer in model.bind(model.leaves).layers] == [None, 4, None, 4, 4]
