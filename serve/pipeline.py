@@ -34,6 +34,8 @@ def pipeline(
     memory while loading. progress: bars on stderr while loading and compiling. Raises ValueError or OSError saying what
     is wrong with the path or the config.
     """
+    if not isinstance(backend_config, EngineConfig | None):
+        raise ValueError(f"backend_config is a {type(backend_config).__name__}; it must be an EngineConfig")
     return Pipeline(open_frontend(model_path, backend_config or EngineConfig(), progress=progress))
 
 
@@ -368,7 +370,9 @@ def _gather(call: _Call, alone: bool) -> Response | list[Response]:
 
 
 def _turn(prompt: Prompt, session: Session | None, gen_config: GenerationConfig | None) -> tuple[Session, list[Any]]:
-    session = session or Session()
+    session = Session() if session is None else session
+    if not isinstance(session, Session):
+        raise ValueError(f"session is a {type(session).__name__}; it must be what chat returned, or None")
     if isinstance(gen_config, GenerationConfig) and gen_config.n > 1:
         raise ValueError(f"n is {gen_config.n}; a conversation goes on from one answer, so it must be 1")
     if not isinstance(prompt, str) and not _is_messages(prompt):

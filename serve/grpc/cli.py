@@ -100,7 +100,10 @@ def _add_chat(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _share_or_pages(text: str) -> int | float:
-    return int(text) if text.isdecimal() else float(text)
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a share nor a number of pages") from None
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -137,17 +140,19 @@ def run_chat(arguments: argparse.Namespace) -> int:
     from pallasite.serve.grpc import chat
     from pallasite.serve.grpc.client import Client
     from pallasite.serve.proto import pallasite_pb2 as pb
+    from pallasite.serve.types import GenerationConfig
 
-    config = pb.GenerationConfig()
-    try:
-        if arguments.max_new_tokens is not None:
-            config.max_new_tokens = arguments.max_new_tokens
-        if arguments.seed is not None:
-            config.random_seed = arguments.seed
-    except ValueError as error:  # from protobuf, which doesn't name the field
-        raise ValueError(f"--max-new-tokens or --seed: {error}") from error
-    if arguments.temperature is not None:
-        config.temperature, config.do_sample = arguments.temperature, True
+    if arguments.once is not None and not arguments.once.strip():
+        raise ValueError(f"--once is {arguments.once!r}; it must be a question")
+    given = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "random_seed": arguments.seed,
+        "temperature": arguments.temperature,
+        "do_sample": None if arguments.temperature is None else True,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    GenerationConfig(**given)  # says what is wrong with a value, where protobuf knows no field and no range
+    config = pb.GenerationConfig(**given)
     with Client(arguments.address or join_address(arguments.host, arguments.port)) as client:
         if arguments.wait > 0:
             chat.wait(client, arguments.wait)

@@ -1,5 +1,7 @@
 """The `pallasite` command as a whole. What each command does is tested with its room."""
 
+import os
+import re
 import subprocess
 import sys
 
@@ -18,6 +20,9 @@ from pallasite import cli
         ["convert", "{model}", "{new}", "--quantize", "int3"],
         ["serve", "{model}", "--port", "0", "--cache-block-seq-len", "17"],
         ["chat", "--port", "1", "--once", "hello"],
+        ["chat", "--once", " "],
+        ["chat", "--once", "a", "--seed", "-1"],
+        ["chat", "--once", "a", "--max-new-tokens", "99999999999"],
     ],
     ids=" ".join,
 )
@@ -30,16 +35,43 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, checkpoint, tmp_path, 
     assert err.startswith("pallasite: error: ")
     assert err.endswith("\n")
     assert err.count("\n") == 1
-    wanted = {"{missing}": "nowhere at all", "int3": "'int3'", "17": "17", "1": "127.0.0.1:1"}
+    wanted = {"{missing}": "nowhere at all", "int3": "'int3'", "17": "17", "1": "127.0.0.1:1"} | {
+        " ": "--once is ' '",
+        "-1": "random_seed is -1; it must be an integer in 0..18446744073709551615",
+        "99999999999": "max_new_tokens is 99999999999; it must be an integer in 1..2147483647",
+    }
     assert any(text in err for word, text in wanted.items() if word in arguments)
 
 
-@pytest.mark.parametrize("arguments", [[], ["polish"], ["convert"], ["serve", "x", "--tp", "two"]], ids=" ".join)
-def test_wrong_usage(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([], ["COMMAND"]),
+        (["polish"], ["'polish'", "convert"]),
+        (["convert"], ["SRC, DST"]),
+        (["serve", "x", "--tp", "two"], ["--tp", "'two'"]),
+        (["serve", "x", "--cache-max-entry-count", "few"], ["'few' is neither a share nor a number of pages"]),
+        (["chat", "--onc"], ["--once"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_wrong_usage(arguments, wanted, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(arguments)
     assert left.value.code == 2
-    assert "usage: pallasite" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"pallasite: error: .+ \(pallasite( \w+)? --help tells more\)\n", err)
+    assert all(word in err for word in wanted)
+
+
+def test_a_reader_that_leaves(checkpoint):
+    """`pallasite inspect model | head -1`: no complaint, and no exit status of success."""
+    command = [sys.executable, "-m", "pallasite.cli", "inspect", str(checkpoint)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_ctrl_c(monkeypatch, capsys):

@@ -10,7 +10,7 @@ import pytest
 from support.small_checkpoint import WEIGHTS
 
 import pallasite
-from pallasite import EngineClosed, EngineConfig, GenerationConfig, Response, Session, TokenLogprob
+from pallasite import EngineClosed, EngineConfig, GenerationConfig, Response, Session, TokenLogprob, pipeline
 
 PROMPTS = ["hello", "The quick brown fox", "a"]
 SHORT = GenerationConfig(max_new_tokens=12, ignore_eos=True)
@@ -265,6 +265,13 @@ def test_a_turn_that_fails_leaves_the_session(pipe, turn):
         pipe.chat(turn, session, SHORT)
     assert (session.messages, session.response) == (messages, response)
     assert len(pipe.chat("a", session, SHORT).messages) == 4
+
+
+def test_what_is_no_session_or_no_config(pipe, checkpoint):
+    with pytest.raises(ValueError, match="session is a list; it must be what chat returned, or None"):
+        pipe.chat("hello", [])
+    with pytest.raises(ValueError, match="backend_config is a dict; it must be an EngineConfig"):
+        pipeline(checkpoint, {"tp": 1})
 
 
 def test_a_turn_has_one_answer(pipe):

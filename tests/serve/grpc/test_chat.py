@@ -68,10 +68,10 @@ def test_once_streams(live: LiveServer, slow: None, monkeypatch: pytest.MonkeyPa
 def test_once_fails(live: LiveServer, closed_port: int):
     with pytest.raises(CallFailed, match=rf"^no server answers at 127\.0\.0\.1:{closed_port}$"):
         run("chat", "--once", "a", "--port", str(closed_port))
-    with pytest.raises(CallFailed, match=r"INVALID_ARGUMENT: max_new_tokens is 0; it must be an integer in 1\.\."):
+    with pytest.raises(CallFailed, match=r"INVALID_ARGUMENT: the prompt has \d+ tokens; with session_len"):
+        run("chat", "--once", "a " * 2000, "--address", live.address)
+    with pytest.raises(ValueError, match=r"^max_new_tokens is 0; it must be an integer in 1\.\."):
         run("chat", "--once", "a", "--address", live.address, "--max-new-tokens", "0")
-    with pytest.raises(ValueError, match="--max-new-tokens or --seed: "):
-        run("chat", "--once", "a", "--address", live.address, "--max-new-tokens", str(2**40))
 
 
 def test_interrupted_once(live: LiveServer, engine: Engine, slow: None, monkeypatch: pytest.MonkeyPatch):
