@@ -394,7 +394,6 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """A step failed: its pool is lost. Fail the requests in the launches under way, requeue all others. Where none
         was under way, fail all that hold pages. Raises `error` where nobody is to blame, for it would come again."""
-        log.exception("a step failed; its requests end with an error")
         self._failed_steps += 1
         involved = {seq for launch in self._flight for seq in (*launch.rows, *(c.seq for c in launch.chunks))}
         involved |= set(self._launching)
@@ -402,10 +401,12 @@ class Engine:
         self._flight.clear()
         self._step_seconds = LAUNCH_SECONDS
         lost = self.scheduler.reset()
-        self.programs.reset()
         involved = involved or set(lost)
+        names = ", ".join(seq.request.id for seq in lost if seq in involved)
+        log.exception("a step failed; these requests end with an error: %s", names or "none")
         if not involved:
             raise error
+        self.programs.reset()
         for seq in lost:
             if seq in involved:
                 seq.phase = Phase.FINISHED

@@ -66,8 +66,7 @@ class PallasiteService(pallasite_pb2_grpc.PallasiteServicer):
     # The RPCs.
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        async with _statuses(context):
-            request_id = await _greet(context, request.request_id)
+        async with _answering(context, request.request_id) as request_id:
             frontend = self._ready()
             if self._draining:
                 raise errors.shutting_down()
@@ -77,8 +76,7 @@ class PallasiteService(pallasite_pb2_grpc.PallasiteServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse | None:
-        async with _statuses(context):
-            await _greet(context)
+        async with _answering(context):
             frontend = self._ready()
             return pb.GetModelInfoResponse(
                 name=frontend.name,
@@ -90,13 +88,12 @@ class PallasiteService(pallasite_pb2_grpc.PallasiteServicer):
                 max_batch_size=frontend.engine.sizes.slots,
                 version=self._version,
             )
-        return None  # not reached: _statuses raises what it catches
+        return None  # not reached: _answering raises what it catches
 
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse | None:
-        async with _statuses(context):
-            await _greet(context)
+        async with _answering(context):
             frontend = self._ready()
             _need_tokenizer(frontend)
             field = request.WhichOneof("input")
@@ -112,8 +109,7 @@ class PallasiteService(pallasite_pb2_grpc.PallasiteServicer):
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse | None:
-        async with _statuses(context):
-            await _greet(context)
+        async with _answering(context):
             frontend = self._ready()
             tokenizer = _need_tokenizer(frontend)
             vocab_size = frontend.engine.model.vocab_size
@@ -241,13 +237,16 @@ def _is_header(value: str) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _statuses(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Every way to fail becomes a status: a Refusal its own, all else INTERNAL, with the traceback in the log only."""
+async def _answering(context: grpc.aio.ServicerContext, request_id: str = "") -> AsyncIterator[str]:
+    """Greet, and give the request's id. Every way to fail becomes a status: a Refusal its own, all else INTERNAL, with
+    the traceback in the log only."""
+    name = "of no name yet"
     try:
-        yield
+        name = await _greet(context, request_id)
+        yield name
     except Refusal as refusal:
         status = rpc_status.to_status(refusal.status())
         await context.abort(status.code, status.details, status.trailing_metadata)
     except Exception:
-        log.exception("a call failed")
+        log.exception("call %s failed", name)
         await context.abort(grpc.StatusCode.INTERNAL, "an error inside the server; its log has more")

@@ -1,6 +1,7 @@
 """Bad requests: each gets a status that says what is wrong, and the next right one its answer."""
 
 import random
+import re
 from collections.abc import Callable
 
 import grpc
@@ -295,19 +296,26 @@ def test_a_defect_is_internal(live: LiveServer, monkeypatch: pytest.MonkeyPatch,
         raise RuntimeError("secret")
 
     monkeypatch.setattr(live.frontend, "requests", broken)
-    error = failure(live.stub.Generate(ids_request([1])))
+    request = ids_request([1])
+    request.request_id = "the-9th"
+    error = failure(live.stub.Generate(request))
     assert (error.code(), error.details()) == (
         grpc.StatusCode.INTERNAL,
         "an error inside the server; its log has more",
     )
     assert "secret" in caplog.text
+    assert "call the-9th failed" in caplog.text
     monkeypatch.undo()
     live.canary()
 
 
-def test_a_failed_step_is_internal_after_what_was_there(live: LiveServer, slow: None, monkeypatch: pytest.MonkeyPatch):
-    """The choice's last message says error, the status why; others are answered."""
-    call = live.stub.Generate(ids_request([1, 2], max_new_tokens=300))
+def test_a_failed_step_is_internal_after_what_was_there(
+    live: LiveServer, slow: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The choice's last message says error, the status why; others are answered. The log names the request."""
+    request = ids_request([1, 2], max_new_tokens=300)
+    request.request_id = "the-10th"
+    call = live.stub.Generate(request)
     responses = [next(call)]
     programs = live.frontend.engine.programs
     decode = programs.decode
@@ -319,6 +327,7 @@ def test_a_failed_step_is_internal_after_what_was_there(live: LiveServer, slow: 
     monkeypatch.setattr(programs, "decode", fail)
     assert outcome(call, responses) is grpc.StatusCode.INTERNAL
     assert call.details() == "a step failed: out of memory"
+    assert re.search(r"a step failed; these requests end with an error: the-10th\.\d+\n", caplog.text)
     assert responses[-1].finish_reason == pb.FINISH_REASON_ERROR
     assert responses[-1].usage.completion_tokens == len([i for r in responses for i in r.token_ids])
     live.canary()
