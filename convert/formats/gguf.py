@@ -1,7 +1,8 @@
-"""A GGUF file of the Llama architecture as a source, memory-mapped by the `gguf` library.
+"""A GGUF file as a source, memory-mapped by the `gguf` library.
 
-GGUF stores linears as [N, K] like Hugging Face, but the rows of q and k permuted: inside each head, rows i and
-i + head_dim / 2, which rotary embedding pairs, stand side by side. They are put back on reading, in INT4 too.
+GGUF stores linears as [N, K] like Hugging Face, but for some architectures the rows of q and k permuted: inside each
+head, rows i and i + head_dim / 2, which rotary embedding pairs, stand side by side. They are put back on reading, in
+INT4 too.
 """
 
 import logging
@@ -30,6 +31,8 @@ KEYS = {
     "blk.{i}.attn_q.{leaf}": "layers.{i}.attn.q.{leaf}",
     "blk.{i}.attn_k.{leaf}": "layers.{i}.attn.k.{leaf}",
     "blk.{i}.attn_v.{leaf}": "layers.{i}.attn.v.{leaf}",
+    "blk.{i}.attn_q_norm.weight": "layers.{i}.attn.q_norm.weight",
+    "blk.{i}.attn_k_norm.weight": "layers.{i}.attn.k_norm.weight",
     "blk.{i}.attn_output.{leaf}": "layers.{i}.attn.o.{leaf}",
     "blk.{i}.ffn_norm.weight": "layers.{i}.mlp_norm.weight",
     "blk.{i}.ffn_gate.{leaf}": "layers.{i}.mlp.gate.{leaf}",
@@ -38,7 +41,10 @@ KEYS = {
     "output_norm.weight": "norm.weight",
     "output.weight": "head.weight",
 }
-"""GGUF tensor name -> ours."""
+"""GGUF tensor name -> ours, for all architectures."""
+
+PERMUTED = ("llama", "internlm2")
+"""Architectures whose rotary pairs stand side by side (llama.cpp's LLAMA_ROPE_TYPE_NORM)."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama 3's frequency factors, which gguf_metadata reads into the configuration."""
@@ -146,10 +152,8 @@ class GGUFSource:
             },
             dtypes={name: FLOAT_TYPES[t].name if t in FLOAT_TYPES else t for name, t in types.items()},
         )
-        self._orders = {
-            "q": unpermute(config.num_heads, config.head_dim),
-            "k": unpermute(config.num_kv_heads, config.head_dim),
-        }
+        heads = {"q": config.num_heads, "k": config.num_kv_heads} if config_json["model_type"] in PERMUTED else {}
+        self._orders = {part: unpermute(count, config.head_dim) for part, count in heads.items()}
 
     def _check(self, path: Path, expected: Mapping[str, TensorSpec]) -> None:
         """Raise one ValueError that lists all that is missing, extra, wrongly shaped or of an unsupported type."""

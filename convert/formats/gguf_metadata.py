@@ -8,6 +8,14 @@ import numpy as np
 from pallasite.models.config import RopeConfig
 from pallasite.models.rope import static_frequencies
 
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""GGUF's name of an architecture, and Hugging Face's. Mistral is a "llama"."""
+
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Llama 3.1's and 3.2's constants. A GGUF file holds only the factors that come of them: see read_llama3_rope."""
 
@@ -38,48 +46,51 @@ def shortest(value: float) -> float:
 def read_config_json(metadata: Metadata, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """config.json's fields from the metadata and the tensors (gguf's ReaderTensor by name).
 
-    Raises ValueError naming what is missing or not supported: another architecture, experts, rotary scalings other
-    than linear and Llama 3's, a file that is one of several.
+    Raises ValueError naming what is missing or not supported: another architecture, experts, a sliding window, rotary
+    scalings other than linear and Llama 3's, a file that is one of several.
     """
-    architecture = metadata.need("general.architecture")
-    if architecture != "llama":
-        raise ValueError(f"unknown architecture: {architecture!r}; supported in GGUF: 'llama'")
+    kind = metadata.need("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"unknown architecture: {kind!r}; supported in GGUF: {', '.join(ARCHITECTURES)}")
     if int(metadata.get("split.count", 0)) > 1:
         raise ValueError(f"is one of {metadata['split.count']} parts; merge them into one file first")
-    if int(metadata.get("llama.expert_count", 0)) > 0:
-        raise ValueError(f"is a mixture of {metadata['llama.expert_count']} experts, which is not supported")
+    if int(metadata.get(f"{kind}.expert_count", 0)) > 0:
+        raise ValueError(f"is a mixture of {metadata[f'{kind}.expert_count']} experts, which is not supported")
+    if metadata.get(f"{kind}.attention.sliding_window"):
+        raise ValueError(f"{kind}.attention.sliding_window is not supported in GGUF; convert the original checkpoint")
     if "token_embd.weight" not in tensors:
         raise ValueError("missing tensors (1): token_embd.weight")
-    hidden = metadata.uniform("llama.embedding_length")
-    heads = metadata.uniform("llama.attention.head_count")
-    head_dim = metadata.uniform("llama.attention.key_length", hidden // heads)
-    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
+    hidden = metadata.uniform(f"{kind}.embedding_length")
+    heads = metadata.uniform(f"{kind}.attention.head_count")
+    head_dim = metadata.uniform(f"{kind}.attention.key_length", hidden // heads)
+    for key in (f"{kind}.attention.value_length", f"{kind}.rope.dimension_count"):
         if metadata.uniform(key, head_dim) != head_dim:
             raise ValueError(f"{key} is {metadata[key]} and the head dimension {head_dim}; they must be equal")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+    attention_bias = "blk.0.attn_q.bias" in tensors
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "attention_bias": attention_bias,
+        "bias": attention_bias,  # InternLM2's name for it
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": read_dtype(tensors),
         "eos_token_id": read_eos(metadata),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "intermediate_size": metadata.uniform("llama.feed_forward_length"),
-        "max_position_embeddings": int(metadata.need("llama.context_length")),
+        "intermediate_size": metadata.uniform(f"{kind}.feed_forward_length"),
+        "max_position_embeddings": int(metadata.need(f"{kind}.context_length")),
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "num_attention_heads": heads,
-        "num_hidden_layers": int(metadata.need("llama.block_count")),
-        "num_key_value_heads": metadata.uniform("llama.attention.head_count_kv", heads),
+        "num_hidden_layers": int(metadata.need(f"{kind}.block_count")),
+        "num_key_value_heads": metadata.uniform(f"{kind}.attention.head_count_kv", heads),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
-        "rms_norm_eps": shortest(metadata.need("llama.attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": shortest(metadata.need(f"{kind}.attention.layer_norm_rms_epsilon")),
+        "rope_parameters": read_rope_json(kind, metadata, tensors, head_dim),
         "tie_word_embeddings": "output.weight" not in tensors,
         # Rows, not the metadata's vocab_size: files exist whose tokenizer is smaller than the padded embedding.
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
     }
-    config["rope_parameters"] = read_rope_json(metadata, tensors, head_dim)
-    return config
 
 
 def read_dtype(tensors: Mapping[str, Any]) -> str:
@@ -96,19 +107,19 @@ def read_eos(metadata: Metadata) -> int | list[int] | None:
     return ids if len(ids) > 1 else ids[0] if ids else None
 
 
-def read_rope_json(metadata: Metadata, tensors: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+def read_rope_json(architecture: str, metadata: Metadata, tensors: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     """config.json's rope_parameters. Raises ValueError for a scaling that the decoder doesn't know."""
     rope: dict[str, Any] = {
-        "rope_theta": shortest(metadata.get("llama.rope.freq_base", 10000.0)),
+        "rope_theta": shortest(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
         "rope_type": "default",
     }
-    old_factor = metadata.get("llama.rope.scale_linear", 1.0)
-    kind = metadata.get("llama.rope.scaling.type", "none" if old_factor == 1 else "linear")
+    old_factor = metadata.get(f"{architecture}.rope.scale_linear", 1.0)
+    kind = metadata.get(f"{architecture}.rope.scaling.type", "none" if old_factor == 1 else "linear")
     if kind == "linear":
-        factor = metadata.get("llama.rope.scaling.factor", old_factor)
+        factor = metadata.get(f"{architecture}.rope.scaling.factor", old_factor)
         rope |= {"rope_type": "linear", "factor": shortest(factor)}
     elif kind != "none":
-        raise ValueError(f"llama.rope.scaling.type is {kind!r}; supported are 'none' and 'linear'")
+        raise ValueError(f"{architecture}.rope.scaling.type is {kind!r}; supported are 'none' and 'linear'")
     if "rope_freqs.weight" not in tensors:
         return rope
     if kind != "none":

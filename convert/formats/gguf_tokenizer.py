@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from pallasite.convert.formats.gguf_metadata import Metadata
 
@@ -17,6 +17,7 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def pre_tokenizer(name: str) -> tuple[Any, bool, bool]:
@@ -28,10 +29,11 @@ def pre_tokenizer(name: str) -> tuple[Any, bool, bool]:
         return pre_tokenizers.Sequence([digits, byte_level(add_prefix_space=False)]), False, False
     if name == "gpt-2":
         return byte_level(add_prefix_space=False), False, False
-    if name == "llama-bpe":
-        split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
-        return pre_tokenizers.Sequence([split, byte_level(add_prefix_space=False, use_regex=False)]), True, True
-    raise ValueError(f"pre-tokenizer {name!r} is not supported; known: smollm, gpt-2, llama-bpe")
+    if name in ("llama-bpe", "qwen2"):
+        llama = name == "llama-bpe"
+        split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN if llama else QWEN2_PATTERN), behavior="isolated")
+        return pre_tokenizers.Sequence([split, byte_level(add_prefix_space=False, use_regex=False)]), llama, llama
+    raise ValueError(f"pre-tokenizer {name!r} is not supported; known: smollm, gpt-2, llama-bpe, qwen2")
 
 
 def build_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
@@ -48,11 +50,14 @@ def build_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
-    cut, ignore_merges, default_bos = pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"))
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    cut, ignore_merges, default_bos = pre_tokenizer(pre)
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.need("tokenizer.ggml.merges")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = cut
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     added = [(t, kind) for t, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in added if kind == USER_DEFINED])
@@ -79,7 +84,7 @@ def build_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
     }
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        model_max_length=int(metadata.get("llama.context_length", 1 << 30)),
+        model_max_length=int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 1 << 30)),
         clean_up_tokenization_spaces=False,
         **{key: value for key, value in special.items() if value is not None},
     )

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from pallasite.convert.formats import open_source
 from pallasite.convert.formats.gguf_metadata import Metadata
@@ -76,6 +76,14 @@ def test_llama_bpe_takes_whole_words_before_merges():
     assert pieces(metadata, "cab") == ["cab"]
     metadata["tokenizer.ggml.pre"] = "gpt-2"
     assert pieces(metadata, "cab") == ["c", "ab"]
+
+
+@pytest.mark.parametrize("text", ["1231 abc", "cab ABC it's  x\n\n y", "e\u0301 \u00e9", "  a  b\t12", "聪明 🇨🇳!?\r\n"])
+def test_qwen2_against_transformers_own(text):
+    metadata = small("qwen2")
+    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+    own = Qwen2Tokenizer({t: i for i, t in enumerate(tokens)}, [tuple(m.split()) for m in merges], eos_token="<eos>")
+    assert pieces(metadata, text) == own.convert_ids_to_tokens(own(text)["input_ids"])
 
 
 @pytest.mark.parametrize(
