@@ -91,9 +91,9 @@ class GPTQ:
                 return other
         if self._symmetric:
             self._tell(f"sym is true, and zeros differ from {MIDDLE}: read as the file has them")
+        # Weights have a mean near 0, so that q has one near the zero; a whole step away is the other format's.
         mean = float(unpack_rows(qweight[:64], 512).mean()) - float(stored.mean())  # of q - stored
-        # Weights have a mean near 0, so q has one near the zero. Half a step away the two formats are equally likely.
-        if abs(mean - said) > 0.75 and abs(mean - other) < 0.25:
+        if abs(mean - other) < 0.15:
             self._tell(
                 f"checkpoint_format is {self._kind!r}, and weights average {mean - said:+.2f} steps from 0: "
                 "the zeros look like those of the other format"

@@ -46,3 +46,48 @@ def test_shapes_that_do_not_fit_are_refused():
         Int4Tensor(packed, scales, zeros, scales, 32, (64, 4))
     with pytest.raises(ValueError, match=r"INT4 scales has shape \(2, 4\); K=64, N=4, group_size=64"):
         Int4Tensor(packed, scales, zeros, None, 64, (64, 4))
+
+
+def random_tensor(k: int, n: int, group: int, offset: str, permutation: np.ndarray | None) -> Int4Tensor:
+    rng = np.random.default_rng(0)
+    groups = -(-k // group)
+    packed = pack_rows(rng.integers(0, 16, (k, n), np.uint8))
+    scales = rng.uniform(0.01, 0.1, (groups, n)).astype(np.float16)
+    zeros = rng.integers(0, 17, (groups, n), np.uint8) if offset == "zeros" else None
+    minimums = rng.uniform(-1, 0, (groups, n)).astype(np.float16) if offset == "minimums" else None
+    return Int4Tensor(packed, scales, zeros, minimums, group, (k, n), permutation)
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("offset", ["zeros", "minimums"])
+@pytest.mark.parametrize(("k", "group"), [(96, 32), (80, 32), (24, 32), (64, 64)])
+def test_dequantize_value_by_value(k, group, offset, permuted):
+    """Whole groups, a ragged one, less than one; row r of the packed ones is row permutation[r] of the result."""
+    permutation = np.random.default_rng(1).permutation(k).astype(np.int32) if permuted else None
+    tensor = random_tensor(k, 5, group, offset, permutation)
+    w, q = tensor.dequantize(), unpack_rows(tensor.packed, k)
+    assert w.dtype == np.float32
+    for r in range(k):
+        row, g = r if permutation is None else permutation[r], r // group
+        for c in range(5):
+            scale = np.float32(tensor.scales[g, c])
+            if tensor.zeros is not None:
+                assert w[row, c] == scale * np.float32(int(q[r, c]) - int(tensor.zeros[g, c]))
+            else:
+                assert w[row, c] == scale * np.float32(q[r, c]) + np.float32(tensor.minimums[g, c])
+
+
+@pytest.mark.parametrize("offset", ["zeros", "minimums"])
+def test_columns(offset):
+    tensor = random_tensor(40, 6, 32, offset, np.arange(40, dtype=np.int32)[::-1].copy())
+    columns = np.array([5, 0, 2])
+    part = tensor.columns(columns)
+    assert part.shape == (40, 3)
+    np.testing.assert_array_equal(part.dequantize(), tensor.dequantize()[:, columns])
+
+
+@pytest.mark.parametrize("wrong", [[0, 1, 2, 2], [0, 1, 2], [1, 2, 3, 4]])
+def test_a_permutation_holds_every_row_once(wrong):
+    packed, scales = np.zeros((1, 2), np.int32), np.ones((1, 2), np.float16)
+    with pytest.raises(ValueError, match="INT4 permutation does not hold each of the 4 rows once"):
+        Int4Tensor(packed, scales, np.zeros((1, 2), np.uint8), None, 4, (4, 2), np.array(wrong, np.int32))

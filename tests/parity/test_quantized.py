@@ -16,9 +16,11 @@ from pallasite.convert.int4 import Int4Tensor, unpack_rows
 
 CASES = (
     "awq-llama",
+    "awq-qwen2",
     "ct-int4-g128-asym",
     "ct-int4-g128-sym",
     "gptq-asym-descact",
+    "gptq-asym-v1zeros",
     "gptq-sym",
 )
 
