@@ -39,14 +39,25 @@ def describe(path: str | Path) -> str:
 
 def _model_rows(info: SourceInfo) -> list[tuple[str, str]]:
     c = info.config
-    rope = f"theta {c.rope.theta:g}" + (f", {c.rope.kind} x{c.rope.factor:g}" if c.rope.kind != "default" else "")
+    rope = f"rope theta {c.rope.theta:g}"
+    if c.rope.kind == "qwen1":
+        rope += f", NTK past {c.rope.original_max_position}"
+    elif c.rope.kind != "default":
+        rope += f", {c.rope.kind} x{c.rope.factor:g}"
+    attention = f"{c.num_heads} heads, {c.num_kv_heads} kv heads of {c.head_dim}"
+    if c.qk_norm:
+        attention += ", q and k normed"
+    if c.logn_length is not None:
+        attention += f", logn past {c.logn_length}"
+    for window, layers in Counter(w for w in c.windows if w is not None).items():
+        attention += f", a window of {window} in {layers} layers"
     parameters = sum(math.prod(spec.shape) for spec in info.specs.values())
     return [
         ("checkpoint", f"{info.path} ({info.format})"),
         ("architecture", f"{c.architecture}, {parameters / 1e6:,.1f} M parameters"),
         ("layers", f"{c.num_layers} of hidden size {c.hidden_size}, MLP {c.intermediate_size}"),
-        ("attention", f"{c.num_heads} heads, {c.num_kv_heads} kv heads of {c.head_dim}"),
-        ("positions", f"{c.max_position_embeddings}, rope {rope}"),
+        ("attention", attention),
+        ("positions", f"{c.max_position_embeddings}, {rope}"),
         ("vocabulary", f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} embeddings"),
     ]
 

@@ -84,6 +84,21 @@ def test_inspect_of_sources(tmp_path, hf, config, tensors, write_gguf):
 
 
 @pytest.mark.parametrize(
+    ("case", "lines"),
+    [
+        ("internlm2-tiny", ["2 kv heads of 16\n", "64, rope theta 10000, dynamic x2\n"]),
+        ("qwen1-tiny", ["4 kv heads of 16, logn past 32\n", "32, rope theta 10000, NTK past 32\n"]),
+        ("qwen3-tiny", ["2 kv heads of 32, q and k normed\n", "256, rope theta 1e+06\n"]),
+        ("mistral-swa-tiny", ["2 kv heads of 16, a window of 16 in 2 layers\n"]),
+    ],
+)
+def test_inspect_tells_what_a_family_does(golden, case, lines):
+    text = describe(golden / case)
+    for line in lines:
+        assert line in text
+
+
+@pytest.mark.parametrize(
     ("nbytes", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (98_362_432, "98.4 MB"), (29_000_000_000, "29.0 GB")],
 )

@@ -1,13 +1,16 @@
 """The families' hard ways at once, against the originals: converted, on two devices, in chunks, preempted, and with
 prefixes in the cache that were written under other rotary bases."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import float64_decoder
 
 from pallasite import EngineConfig, GenerationConfig, pipeline
 from pallasite.convert.convert import convert
+from pallasite.convert.formats import open_source
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 PAGE = 16
@@ -86,3 +89,28 @@ def test_a18_prefixes_written_under_another_base_are_not_taken(family):
     longer = cached([*prompt, *answer, 5, 6, 7], {"internlm2-tiny": 0, "qwen1-tiny": 80}[name])
     pipe.frontend.engine.scheduler.pool.forget_all()
     assert cached([*prompt, *answer, 5, 6, 7], 0) == longer
+
+
+def test_windows_in_some_layers(tmp_path):
+    """Qwen 3's norms and Qwen 2's rule for windows, where no original has made numbers: against a decoder in float64,
+    which gives the originals' logits where they have."""
+    for name in ("qwen3-tiny", "mistral-swa-tiny", "qwen1-tiny", "internlm2-tiny"):
+        expected = np.load(GOLDEN / name / "expected.npz")
+        k = max(int(key.removeprefix("prompt_")) for key in expected if key.startswith("prompt_"))
+        source = open_source(GOLDEN / name)
+        own = float64_decoder.logits(source, expected[f"prompt_{k}"].tolist())
+        np.testing.assert_allclose(own, expected[f"logits_{k}"], atol=2e-5)
+
+    config = json.loads((GOLDEN / "qwen3-tiny" / "config.v4.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(GOLDEN / "qwen3-tiny" / "model.safetensors")
+    assert open_source(tmp_path).info.config.windows == (None, 5)
+    tokens = np.load(GOLDEN / "qwen3-tiny" / "expected.npz")["prompt_2"].tolist()
+    right = float64_decoder.logits(open_source(tmp_path), tokens)
+    small = EngineConfig(max_batch_size=1, max_prefill_token_num=64, cache_block_seq_len=PAGE, cache_max_entry_count=17)
+    with pipeline(tmp_path, small, progress=False) as pipe:
+        assert np.abs(pipe.get_logits(tokens) - right).max() <= 1e-4 * max(1.0, right.std())
+        answer = pipe.generate(tokens[:40], GenerationConfig(max_new_tokens=12, ignore_eos=True)).token_ids
+    following = float64_decoder.logits(open_source(tmp_path), tokens[:40] + answer)[39:-1]
+    assert (following.max(-1) - following[np.arange(12), answer]).max() < 1e-4
