@@ -23,11 +23,12 @@ PLAIN = {
     "seeds": 0,
     "ends": 1000,
     "min_positions": 0,
+    "prompt_lengths": 1,
     "has_penalty": False,
     "wants_logprobs": False,
 }
 DTYPES = {"top_k": np.int32, "seeds": np.uint32, "ends": np.int32, "min_positions": np.int32}
-DTYPES |= {"has_penalty": np.bool_, "wants_logprobs": np.bool_}
+DTYPES |= {"prompt_lengths": np.int32, "has_penalty": np.bool_, "wants_logprobs": np.bool_}
 
 
 def params(rows: int, *, bad_ids=(), stop_ids=(), **fields) -> SlotParams:
